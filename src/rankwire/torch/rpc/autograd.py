@@ -1,15 +1,14 @@
-"""Distributed autograd: gradients over calls, as ``torch.distributed.autograd`` has them.
+"""Distributed autograd: gradients across calls, as in ``torch.distributed.autograd``.
 
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("ps", forward, args=(x,)).sum()
         autograd.backward(context_id, [loss])
         gradients = autograd.get_gradients(context_id)
 
-Calls that a thread makes inside of a context, and those made while they are served, record which
-tensors went where (``autograd_tracking``). ``backward`` follows them back (``autograd_engine``) and
-adds up the gradients of leaves in the context, on the rank of each; ``.grad`` is left alone.
-
-``init_rpc`` attaches it to calls, ``shutdown`` detaches it. All functions are safe from any thread.
+Calls that a thread makes inside a context, and calls made while serving them, record which tensors
+went where (``autograd_tracking``). ``backward`` follows them back (``autograd_engine``) and adds up
+the gradients of leaves in the context, on the rank of each; ``.grad`` does not change. All
+functions are safe from any thread.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NO_CONTEXT = -1  # as torch says it
 
 
 class _Joined:
-    """What there is between ``init_rpc`` and ``shutdown``."""
+    """The state between ``init_rpc`` and ``shutdown``."""
 
     def __init__(
         self, agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
@@ -54,19 +53,19 @@ _joined: _Joined | None = None
 def attach(
     agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
 ) -> None:
-    """Have calls in contexts go through an agent.
+    """Send calls in contexts through an agent.
 
     Args:
         agent: The rank's, before others call it.
         run: Serves a call: ``run(name, args, kwargs)`` returns its result, or a future of it.
-        time_limit: Returns the default time limit of RPC in seconds, 0 for none.
+        time_limit: Returns the default timeout of RPC in seconds, 0 for none.
     """
     global _joined
     _joined = _Joined(agent, run, time_limit)
 
 
 def detach() -> None:
-    """Give up passes and forget contexts; safe to repeat."""
+    """Cancel passes and forget contexts. Safe to repeat."""
     global _joined
     if _joined is not None:
         _joined.engine.close()
@@ -84,7 +83,7 @@ def _here() -> _Joined:
 def call_in(
     context: Context, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> tuple[TrackedCall]:
-    """Return the arguments of ``CALL_IN_CONTEXT``, in place of a call that is made in a context."""
+    """Return the arguments of ``CALL_IN_CONTEXT`` for a call that is made in a context."""
     return (TrackedCall(context, name, list(args), dict(kwargs)),)
 
 
@@ -92,15 +91,15 @@ def call_in(
 
 
 def is_available() -> bool:
-    """It is."""
+    """Return True: distributed autograd can always be used."""
     return True
 
 
 class context:
-    """Calls in this ``with`` block are recorded; its value is the id of the new context.
+    """Record calls in this ``with`` block; its value is the id of the new context.
 
-    The context is this thread's, and of those that serve its calls. It ends with the block, on all
-    ranks, and the gradients with it.
+    The context belongs to this thread and to those that serve its calls. It ends with the block, on
+    all ranks, together with its gradients.
     """
 
     def __enter__(self) -> int:
@@ -112,19 +111,19 @@ class context:
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Go back from the roots through all ranks, and add up gradients in the context.
+    """Run the backward pass from the roots through all ranks, and add gradients to the context.
 
-    Blocks until the pass is over on all ranks. Tensors that were sent and had no part in the roots
-    get none, and nothing waits for them.
+    Blocks until the pass ends on all ranks. Tensors that were sent and had no part in the roots get
+    no gradient.
 
     Args:
         context_id: The context's.
         roots: Scalars with a history.
-        retain_graph: Whether to keep what another pass over the same graph would need.
+        retain_graph: Whether to keep the graph for another pass.
 
     Raises:
-        RuntimeError: There is no such context, a root is no such tensor, or a part of the pass
-            failed: ``Error on Node 2: ...``.
+        RuntimeError: There is no such context, a root is invalid, or a part of the pass failed:
+            ``Error on Node 2: ...``.
     """
     if not isinstance(context_id, int) or not isinstance(roots, Sequence):
         raise TypeError(
@@ -138,15 +137,15 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """Return the gradients on this rank in a context, by the leaf that each is of.
+    """Return the gradients on this rank in a context, by leaf.
 
-    They are the caller's to change only after the last pass: the next one adds to them.
+    Change them only after the last pass: the next one adds to them.
     """
     return _here().contexts.find(context_id).gradients()
 
 
 def backward_of(value: Any, context_id: int = _NO_CONTEXT, retain_graph: bool = False) -> None:
-    """Go back from what a remote reference is of; without a context on this rank alone."""
+    """Run the backward pass from a reference's value; without a context on this rank only."""
     if not isinstance(value, Tensor):
         raise RuntimeError("RRef should contain a tensor for .backward()")
     if context_id == _NO_CONTEXT:

@@ -1,15 +1,14 @@
-"""What a rank knows of the autograd contexts that reach it, and which one a thread is in.
+"""The autograd contexts of this rank, and which one a thread is in.
 
-A context has an id that all ranks know it by. Its upper 16 bits are the rank that made it, the
-others are random: a rank that knows the id has been called in the context, or was told. It comes
-into being at a rank with the first call that is made in it there. It ends with its maker's ``with``
-block, or with its maker. Each rank tells the ranks that it has called in the context of its end
-(``autograd_engine``). Here is only what is kept: which tensors left and came in messages, and the
-gradients. How these are followed backwards is ``autograd_pass``; nothing here calls a rank.
+A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
+knows the id was called in the context. A rank learns of a context by the first call in it. It ends
+with its creator's ``with`` block, or with its creator; each rank tells the ranks that it called in
+the context (``autograd_engine``). Kept here: which tensors left and arrived in messages, and the
+gradients. Nothing here calls a rank.
 
 Each rank can have ``MOST_KEPT`` contexts and messages with tensors kept here by its calls.
 
-Locks: the table's and each context's own, both innermost; none is held while anything is called.
+Locks: the table's and each context's own, both innermost; nothing is called while one is held.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", de
 
 
 class AutogradThread(threading.local):
-    """What the thread is about.
+    """The state of a thread.
 
     Attributes:
         outgoing: The message in a context that it is encoding.
@@ -61,7 +60,7 @@ HERE = AutogradThread()
 
 @contextmanager
 def inside(context: Context | None) -> Iterator[None]:
-    """Be in a context for a while, or in none."""
+    """Set the thread's context, or none, during the block."""
     before = CONTEXT.set(context)
     try:
         yield
@@ -70,18 +69,17 @@ def inside(context: Context | None) -> Iterator[None]:
 
 
 class Context:
-    """What one rank knows of one context. Safe from any thread.
+    """One rank's state of one context. Safe from any thread.
 
     Attributes:
-        id: Its number on all ranks.
-        peers: Ranks that this one tells of its end: it has called them in it, or they have asked.
+        id: Its id on all ranks.
+        peers: Ranks to tell of its end: this rank called them in it, or they asked.
         callers: Ranks that have called this one in it.
         kept: How much is kept in it because of calls of each rank.
-        sent: For each message sent, by its number: the rank that it was for, and what stands for
-            its tensors.
-        received: The autograd node of each message that came, by sender and number.
-        passes: The backward passes under way here, by number.
-        is_released: It has ended, and nothing is added any more.
+        sent: For each message sent, by number: the receiver, and the output of its autograd node.
+        received: The autograd node of each message received, by sender and number.
+        passes: The backward passes in progress here, by number.
+        is_released: Whether it has ended; then nothing is added.
     """
 
     def __init__(self, number: int) -> None:
@@ -98,16 +96,16 @@ class Context:
 
     @property
     def maker(self) -> int:
-        """The rank that made it."""
+        """The rank that created it."""
         return self.id >> COUNTER_BITS
 
     def enlist(self, rank: int) -> bool:
-        """Have a rank told of the end; return whether the context has not ended already."""
+        """Tell a rank of the end later; return False if the context has already ended."""
         self.peers.add(rank)
         return not self.is_released  # who ends it sets this first, and then looks who is to be told
 
     def message(self, number: int) -> tuple[int, Tensor]:
-        """Return the rank that a message was for, and what stands for its tensors.
+        """Return the receiver of a message, and the output of its autograd node.
 
         Raises:
             RuntimeError: This rank has sent no such message with tensors in this context.
@@ -118,12 +116,12 @@ class Context:
         return found
 
     def gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients so far, by the leaf that each is of."""
+        """Return the gradients so far, by leaf."""
         with self._lock:
             return dict(self._gradients)
 
     def accumulate(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Add those of a pass. What was returned before is not changed."""
+        """Add the gradients of a pass. Tensors that were returned before do not change."""
         with self._lock:
             for leaf, gradient in gradients.items():
                 known = self._gradients.get(leaf)
@@ -145,7 +143,7 @@ class Context:
 
 
 class Contexts:
-    """The contexts that reach this rank. Safe from any thread."""
+    """The contexts that this rank knows. Safe from any thread."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -163,12 +161,12 @@ class Contexts:
         return len(self._known)
 
     def all(self) -> list[Context]:
-        """Return those that are known now."""
+        """Return the known contexts."""
         with self._lock:
             return list(self._known.values())
 
     def next_message(self) -> int:
-        """Return a number for a message: greater than that of all before it."""
+        """Return the number of the next message."""
         return next(self._messages)
 
     def make(self) -> Context:
@@ -179,11 +177,11 @@ class Contexts:
         return context
 
     def meet(self, number: int, caller: int) -> Context | None:
-        """Return the context that a rank has made a call in.
+        """Return the context of a call from another rank.
 
         Returns:
-            None if the context has ended, or if its maker or the caller is lost. The call may have
-            been on its way longer than the word of that, and must not bring the context back.
+            None if the context has ended, or if its creator or the caller is lost. A late call must
+                not bring the context back.
 
         Raises:
             OverloadedError: Too much is kept because of this rank.
@@ -222,25 +220,18 @@ class Contexts:
         context.kept[caller] += 1
 
     def get(self, number: int) -> Context | None:
-        """Return a context that is known here, or None."""
+        """Return a known context, or None."""
         return self._known.get(number)
 
     def find(self, number: int) -> Context:
-        """Return a context that is known here.
-
-        Raises:
-            RuntimeError: There is none, as torch says it.
-        """
+        """Return a known context, or raise torch's error."""
         context = self._known.get(number)
         if context is None:
             raise RuntimeError(f"Could not find autograd context with id: {number}")
         return context
 
     def end(self, number: int) -> Context | None:
-        """Forget a context and all that belongs to it; return it if it was there.
-
-        Calls in it that come later run without it.
-        """
+        """Forget a context and its data; return it if it was known. Later calls run without it."""
         with self._lock:
             _remember(self._ended, number)
             context = self._known.pop(number, None)
@@ -253,15 +244,12 @@ class Contexts:
         return context
 
     def end_for(self, number: int, caller: int) -> None:
-        """Take no more calls of a rank in a context that is not known here: it has ended there."""
+        """Accept no more calls of a rank in an unknown context that has ended there."""
         with self._lock:
             _remember(self._ended_for, (number, caller))
 
     def lose(self, rank: int) -> list[Context]:
-        """Let a rank make and call no more contexts; return those that it had called this one in.
-
-        The contexts that it made are among them.
-        """
+        """Accept no more contexts of a lost rank; return those that it created or called here."""
         with self._lock:
             self._lost.add(rank)
             found = [

@@ -1,23 +1,21 @@
-"""Backward passes over several ranks, and the ends of contexts: what ranks say to each other.
+"""Run backward passes over several ranks, and end contexts.
 
-The rank that ``backward`` is called on conducts the pass, in two steps.
+The rank on which ``backward`` is called conducts the pass, in two steps.
 
-1. *Reach.* From the roots it follows its own graph to the messages whose gradients are needed, asks
-   their senders what these reach in turn, and so on until nothing new comes up. Each rank then
-   knows which of its messages take part. It takes a round of calls for each hop of the longest way.
-2. *Run.* All of these ranks go through their parts at once (``autograd_pass``), and send each other
-   gradients as they have them. The pass is over when the last part is.
+1. *Reach.* It follows its own graph from the roots to the messages whose gradients are needed, asks
+   their senders what these reach, and so on. Each rank then knows which of its messages take part.
+   This takes a round of calls for each hop.
+2. *Run.* All these ranks run their parts at once (``autograd_pass``), and send each other gradients
+   as they have them. The pass ends with the last part.
 
-torch's own engine leaves out the first step: it takes for granted that every tensor that was sent
-gets a gradient (its notes call this FAST), and hangs for ever if a result was not used. Here such
-a message takes no part.
+torch's own engine skips the first step (its FAST mode): it expects a gradient for every tensor that
+was sent, and hangs if a result was not used.
 
-The first part that fails ends the pass on all ranks, and the error says on which rank that was. The
-conductor hears of a rank that dies by its call to it; a rank whose conductor dies gives up its
-part. All calls have the time limit of RPC, or what is left of it.
+The first part that fails ends the pass on all ranks, and the error names its rank. The conductor
+notices a lost rank by its call to it; a rank whose conductor is lost cancels its part. All calls
+share the timeout of RPC.
 
-Limits: tensors are on the CPU. Second derivatives do not go over ranks. In-place changes of a
-tensor after it was received are fine; before its message has left they are as wrong as anywhere.
+Limits: CPU tensors only, and no second derivatives across ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ class Engine:
     """Conducts passes, serves those of other ranks, and ends contexts. Safe from any thread.
 
     Args:
-        agent: Calls go through it.
+        agent: Makes and serves the calls.
         contexts: The rank's.
-        time_limit: Returns the seconds that a pass may take, 0 for any.
+        time_limit: Returns the timeout of a pass in seconds, 0 for none.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Engine:
         self._unwatch = agent.backend.on_peer_lost(self._lost)
 
     def close(self) -> None:
-        """Give up all passes, and forget all contexts."""
+        """Cancel all passes, and forget all contexts."""
         self._unwatch()
         for context in self._contexts.all():
             self._drop(context, RuntimeError("RPC was shut down during a backward pass"))
@@ -96,7 +94,6 @@ class Engine:
             part.fail(reason)
 
     def _lost(self, error: PeerLostError) -> None:
-        """A rank is gone: so are its contexts, and the passes that it conducted."""
         for context in self._contexts.lose(error.peer):
             if context.maker == error.peer:
                 self._drop(context, error)
@@ -161,13 +158,13 @@ class Engine:
         return part
 
     def call(self, rank: int, deadline: Deadline, name: str, *args: Any) -> Future[Any]:
-        """Call one of these functions on another rank, as a part of a pass."""
+        """Call a verb on another rank, as a part of a pass."""
         called = self._agent.rpc_async(rank, name, *args, timeout=deadline.remaining())
         called.disregard()  # the first failure of a pass is raised, and says what the others would
         return called
 
     def _tell(self, rank: int, name: str, *args: Any) -> None:
-        """Call one of these functions on a rank that may be gone, and what it would end with it."""
+        """Call a verb on a rank that may be lost, and ignore the outcome."""
         self._agent.rpc_async(rank, name, *args).disregard()
 
     def fail(self, ranks: Iterable[int], context: int, number: int, reason: str) -> None:
@@ -196,7 +193,7 @@ class Engine:
         self.end(number)
 
     def _serve_adopt(self, number: int) -> bool:
-        """Enlist the sender among those to be told of the end; False if that has come."""
+        """Add the sender to the ranks to tell of the end; return False if the context has ended."""
         if number >> COUNTER_BITS != self.rank:
             raise PermissionError(f"rank {self.rank} did not make context {number}")
         context = self._contexts.get(number)
@@ -257,7 +254,7 @@ class Engine:
 
 
 class _Conducted:
-    """A pass, as the rank that conducts it sees it."""
+    """A pass, on the rank that conducts it."""
 
     def __init__(self, engine: Engine, context: int, number: int, own: LocalPass) -> None:
         self._engine = engine
@@ -270,7 +267,7 @@ class _Conducted:
         self._failure: tuple[int, BaseException] | None = None
 
     def reach(self, deadline: Deadline) -> None:
-        """Find out who takes part, and with what."""
+        """Find the ranks and messages that take part."""
         found = self._own.reach_from_roots()
         while found:
             messages: dict[int, list[int]] = {}
@@ -291,7 +288,7 @@ class _Conducted:
                     raise
 
     def run(self, deadline: Deadline, *, retain_graph: bool) -> None:
-        """Have all go through their parts."""
+        """Run all parts."""
         for rank in self._ranks:
             self._parts[rank] = part = self._engine.call(
                 rank, deadline, RUN, self._context, self._number, retain_graph
@@ -306,7 +303,7 @@ class _Conducted:
             self.fail(rank, error)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """A rank has failed; all others shall end. Only the first counts."""
+        """Record the first failure, and end the pass on all other ranks."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -316,7 +313,7 @@ class _Conducted:
         self._engine.fail(self._ranks - {rank}, self._context, self._number, reason)
 
     def end(self, *, is_interrupt: bool) -> None:
-        """Wait until nobody is at it any more; after an interrupt, leave them to it."""
+        """Wait until all parts have ended; after an interrupt, cancel them instead."""
         for part in self._parts.values():
             if is_interrupt:
                 part.cancel()
@@ -335,7 +332,6 @@ class _Conducted:
 
 
 def _check_conductor(number: int) -> None:
-    """Refuse a verb about a pass that another rank than its sender conducts."""
     if (src := sender()) != number >> COUNTER_BITS:
         raise PermissionError(f"rank {src} does not conduct this backward pass")
 

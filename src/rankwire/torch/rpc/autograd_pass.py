@@ -1,27 +1,23 @@
 """One rank's part of a backward pass over several ranks.
 
-The part begins at the roots, on the rank that was asked, and at the messages of this rank for whose
-tensors gradients come back (``Sent``). It ends at leaves and at messages that came (``Received``),
-whose gradients go on to their senders. Which messages take part is found out first (``reach``), so
-nothing is waited for that does not come. Then ``run`` has torch's engine go through all of it
-once: each node runs once with its whole gradient, hooks and anomaly detection work, and a graph
-that is not retained is freed as it is passed.
+The part begins at the roots, and at messages of this rank whose tensors get gradients from their
+receivers (``Sent``). It ends at leaves and at received messages (``Received``), whose gradients go
+to their senders. ``reach`` finds the messages that take part, so that nothing waits for a gradient
+that never comes. ``run`` then has torch's engine run the whole part once, so hooks, anomaly
+detection and freeing of the graph work as usual.
 
-The engine waits, inside a node, for gradients that are not there yet. It must then not wait for
-what its own waiting holds up:
+The engine blocks inside a node while gradients are missing. It must not wait for what that blocks:
 
-- The messages are waited for one after the other, the last sent first: these nodes (``Awaited``)
-  are a chain. The gradient of a message comes out of what its receivers made of it, hence out of
-  messages that this rank sent after it; never of one that it sent before.
-- A node that waits is run only if no other is ready. The engine takes ready nodes by their sequence
-  number, the highest first. Nodes that wait have 0; others have theirs from a counter of the thread
-  that made them, which also begins with 0, and are raised to 1.
+- Messages are awaited in a chain of nodes (``Awaited``), the last sent first. The gradient of a
+  message depends only on messages that this rank sent after it.
+- A waiting node runs only if no other is ready. The engine runs ready nodes by sequence number,
+  highest first. Waiting nodes have 0; other nodes that have 0 are raised to 1.
 
-So of all messages of a pass the last one that is still without a gradient is never held up, on any
-rank, and the pass comes to its end.
+So the last message of a pass that has no gradient yet is never blocked, on any rank, and the pass
+ends.
 
-Threads: ``run`` is called once, by one thread. ``arrive`` and ``fail`` come from any. One condition
-guards what they share; nothing is called with it held.
+Threads: ``run`` is called once, by one thread; ``arrive`` and ``fail`` come from any. One condition
+guards what they share; nothing is called while it is held.
 """
 
 from __future__ import annotations
@@ -36,6 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rankwire.clock import SafeCondition
+from rankwire.override import override
 from rankwire.torch.rpc.autograd_contexts import HERE, Context
 from rankwire.torch.rpc.autograd_tracking import ANCHOR, Received
 
@@ -48,17 +45,17 @@ _WAITS = 0  # the sequence number of nodes that wait
 
 
 class Awaited(Function):  # type: ignore[misc]
-    """Holds up what is behind it until the gradients of a message are there."""
+    """Blocks the nodes behind it until the gradients of a message are there."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, number: int, earlier: Tensor, message: Tensor) -> Tensor:
-        """Return what holds up a message, and then the one sent before it."""
         ctx.number = number
         return torch.empty(0)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
-        """Wait."""
         HERE.running.await_gradients(ctx.number)  # type: ignore[union-attr]
         return None, gradient, gradient
 
@@ -69,7 +66,7 @@ class LocalPass:
     Args:
         context: The context.
         deliver: Sends gradients to another rank.
-        roots: Scalars to begin with, on the rank that was asked.
+        roots: The roots, on the rank that conducts the pass.
     """
 
     def __init__(self, context: Context, deliver: Deliver, roots: Sequence[Tensor] = ()) -> None:
@@ -89,13 +86,11 @@ class LocalPass:
     # -- what takes part ---------------------------------------------------------------------------
 
     def reach_from_roots(self) -> list[tuple[int, int]]:
-        """Return the messages that gradients of the roots get to, by sender and number."""
+        """Return the messages that gradients of the roots reach, by sender and number."""
         return self._reach([root.grad_fn for root in self._roots])
 
     def reach_from(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """Gradients will come for these messages; return those that they get to in turn.
-
-        Only what was not returned before is returned.
+        """Expect gradients for these messages; return the new messages that they reach.
 
         Raises:
             RuntimeError: This rank has sent no such message in this context.
@@ -128,11 +123,11 @@ class LocalPass:
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, *, retain_graph: bool) -> None:
-        """Go through this rank's part and add the gradients of leaves to the context's.
+        """Run this rank's part and add the gradients of leaves to the context's.
 
         Raises:
-            RuntimeError: It was begun before.
-            BaseException: What a node raised, or what ``fail`` was given.
+            RuntimeError: It was started before.
+            BaseException: The error of a node, or that of ``fail``.
         """
         with self._changed:
             if self._is_begun:
@@ -169,11 +164,7 @@ class LocalPass:
         return chain
 
     def await_gradients(self, number: int) -> None:
-        """Wait until the gradients of a message are there.
-
-        Raises:
-            BaseException: The pass has failed.
-        """
+        """Wait until the gradients of a message are there; raise if the pass has failed."""
         with self._changed:
             while number not in self._arrived and self._failure is None:
                 self._changed.wait()
@@ -185,16 +176,16 @@ class LocalPass:
         return self._arrived.pop(number)
 
     def leave(self, peer: int, number: int, gradients: Gradients) -> None:
-        """Send the gradients of a message back to who sent it."""
+        """Send the gradients of a message back to its sender."""
         self._deliveries.append(self._deliver(peer, number, gradients))
 
     # -- what other ranks have to say --------------------------------------------------------------
 
     def arrive(self, number: int, gradients: Gradients) -> None:
-        """Take gradients that have come for a message.
+        """Store gradients that have arrived for a message.
 
         Raises:
-            RuntimeError: None are awaited for it, or they have come before.
+            RuntimeError: None are awaited for it, or they arrived before.
         """
         with self._changed:
             if number not in self._unanswered:
@@ -204,7 +195,7 @@ class LocalPass:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The pass has failed: nothing more comes. Only the first says why."""
+        """Fail the pass. Only the first error counts."""
         with self._changed:
             if self._failure is None:
                 self._failure = error
@@ -227,5 +218,5 @@ def _memory(gradient: Tensor) -> Tensor:
 
 
 def _repeats(gradient: Tensor) -> bool:
-    """Tell whether elements of a tensor are the same memory, as in one that was expanded."""
+    """Tell whether elements of a tensor share memory, as in one that was expanded."""
     return 0 in _memory(gradient).stride() and gradient.numel() > 1

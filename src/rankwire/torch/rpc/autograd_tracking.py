@@ -1,13 +1,13 @@
-"""Tensors that require gradients, on their way from rank to rank inside a context.
+"""Send and receive tensors that require gradients, inside a context.
 
-A call in a context travels as one ``TrackedCall``, its result as one ``TrackedResult``. While it is
-encoded, the codec's hook of tensors numbers those that require gradients (``sent``). The *seal* is
-the last part of the message: when its turn comes all of them were met, and they become the inputs
-of one autograd node here, ``Sent``. At the other end the same tensors become the outputs
-of one node, ``Received``. These two are where a backward pass leaves a rank and enters the next;
-which pass that is, they learn from their thread (``HERE.running``).
+A call in a context travels as a ``TrackedCall``, its result as a ``TrackedResult``. While it is
+encoded, the codec's tensor hook numbers the tensors that require gradients (``sent``). The *seal*
+is the last part of the message: by then all of them are known, and become the inputs of one
+autograd node, ``Sent``. At the receiver they become the outputs of one node, ``Received``. A
+backward pass leaves a rank at one and enters the next at the other; the thread knows which pass it
+runs (``HERE.running``).
 
-What comes is from the wire: a number that is not among the others refuses the message.
+Messages come from the wire: one with a missing number is refused.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.autograd import Function
 from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import InvalidMessageError
+from rankwire.override import override
 from rankwire.torch.rpc.autograd_contexts import HERE, Context, Contexts, inside
 
 _NUMBERED = "numbered tensors"  # among the notes of a message
@@ -33,34 +34,34 @@ ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Sent(Function):  # type: ignore[misc]
-    """Its inputs are the tensors of a message that was sent."""
+    """An autograd node whose inputs are the tensors of a message that was sent."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, number: int, *tensors: Tensor) -> Tensor:
-        """Return what stands for all of them."""
         ctx.number = number
         return torch.empty(0)
 
     @staticmethod
+    @override
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        """Return the gradients that came back for them."""
         return None, *HERE.running.gradients_of(ctx.number)  # type: ignore[union-attr]
 
 
 class Received(Function):  # type: ignore[misc]
-    """Its outputs are the tensors of a message that came."""
+    """An autograd node whose outputs are the tensors of a received message."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, peer: int, number: int, anchor: Tensor, *tensors: Tensor) -> Any:
-        """Return the tensors themselves, which have a history from now on."""
         ctx.peer, ctx.number = peer, number
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)  # so that they stay where they are in the message
         return tensors
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        """Pass their gradients on to where they came from."""
         if HERE.running is None:
             raise RuntimeError(
                 f"a gradient has come to a tensor from rank {ctx.peer}: gradients go over ranks by "
@@ -76,7 +77,7 @@ Received._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward
 
 @dataclass(slots=True)
 class TrackedCall:
-    """A call in a context; without one if it came after the context's end."""
+    """A call in a context; the context is None if it has already ended here."""
 
     context: Context | None
     name: str
@@ -86,14 +87,14 @@ class TrackedCall:
 
 @dataclass(slots=True)
 class TrackedResult:
-    """The result of a call in a context. It arrives as the value itself."""
+    """The result of a call in a context. It is decoded as the value itself."""
 
     context: Context
     value: Any
 
 
 class Outgoing:
-    """A message while it is encoded: the tensors so far. Last in the message, as its seal."""
+    """A message that is being encoded, with its tensors so far. Also its seal."""
 
     def __init__(self, context: Context, number: int, peer: int, is_result: bool) -> None:
         self.context = context
@@ -103,7 +104,7 @@ class Outgoing:
         self.tensors: list[Tensor] = []
 
     def seal(self) -> None:
-        """All tensors were met: have a node for them, if there are any."""
+        """Create a node for the tensors, if there are any."""
         HERE.outgoing = None
         if self.tensors and not self.context.is_released:
             with torch.enable_grad():  # also if the user has no_grad: the tensors require gradients
@@ -111,7 +112,7 @@ class Outgoing:
             self.context.sent[self.number] = self.peer, handle
 
     def withdraw(self) -> None:
-        """The message does not leave."""
+        """Forget the message: it is not sent."""
         if HERE.outgoing is self:
             HERE.outgoing = None
         self.context.sent.pop(self.number, None)
@@ -119,7 +120,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Incoming:
-    """What a seal says: the message's number, and how many tensors have one."""
+    """A decoded seal: the message's number, and how many tensors are numbered."""
 
     number: int
     count: int
@@ -129,7 +130,7 @@ def sent(tensor: Tensor) -> int | None:
     """Return the number of a tensor that requires a gradient, in the message being encoded.
 
     Returns:
-        None if no message in a context is being encoded by this thread.
+        None if this thread encodes no message in a context.
     """
     outgoing = HERE.outgoing
     if outgoing is None:
@@ -139,15 +140,12 @@ def sent(tensor: Tensor) -> int | None:
 
 
 def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
-    """Take a tensor that had a number at the other end.
+    """Note a tensor that was numbered by its sender, and return the tensor to hand out.
 
     Args:
         tensor: Requires no gradient, and has no other user.
-        number: What ``sent`` returned there.
+        number: The result of ``sent`` at the sender.
         receiving: The message that it came in.
-
-    Returns:
-        The tensor to hand out.
     """
     # Of several outputs of a node none may be a view, as which a tensor may come from the codec.
     kept = tensor.data if tensor._is_view() else tensor
@@ -156,7 +154,7 @@ def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
 
 
 class Tracking:
-    """How calls in contexts travel and are served.
+    """Encodes, decodes and serves calls in contexts.
 
     Args:
         contexts: The rank's.
@@ -168,7 +166,7 @@ class Tracking:
         self._run = run
 
     def register(self, codec: Codec) -> None:
-        """Have a codec carry calls in contexts, and their results."""
+        """Register the hooks with a codec."""
         codec.register(TrackedCall, take=self._take_call, build=self._build_call)
         codec.register(TrackedResult, take=self._take_result, build=self._build_result)
         codec.register(Outgoing, take=self._take_seal, build=_build_seal)
@@ -236,7 +234,7 @@ def _build_seal(state: Any, receiving: BuildContext) -> Any:
 
 
 def _attach(context: Context | None, seal: Incoming, receiving: BuildContext) -> None:
-    """Give the numbered tensors of a message that came their history."""
+    """Give the numbered tensors of a received message their history."""
     numbered = receiving.notes.pop(_NUMBERED, {})
     try:
         tensors = [numbered[number] for number in range(seal.count)]
@@ -253,7 +251,7 @@ def _attach(context: Context | None, seal: Incoming, receiving: BuildContext) ->
 
 
 def _tracked_future(context: Context, result: Future[Any]) -> Future[Any]:
-    """Return a future of the tracked result of a future; to cancel it is to cancel that."""
+    """Return a future of the tracked result; cancelling it cancels the original."""
     tracked: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:

@@ -1,11 +1,8 @@
-"""Bounds: what the arguments of a call by name may be, and how large its result may become.
+"""Check the arguments of a call by name, and the size of its result.
 
-A function of torch that is called by name gets arguments that another rank chose. Each check here
-looks at these arguments before torch does. It raises ``TypeError`` for an argument that is not a
-number, a dtype or a dense tensor of the CPU, and ``ValueError`` if the result would have too many
-elements.
-
-Pure: it knows no rank and no wire. Safe from any thread.
+Another rank chose these arguments, so each check looks at them before torch does. It raises
+``TypeError`` for an argument that is not a number, a dtype or a dense CPU tensor, and
+``ValueError`` if the result would have too many elements. Pure, and safe from any thread.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ Check = Callable[[Args, Kwargs], None]
 
 
 class ResultLimits:
-    """How much one call by name may make; tests lower them.
+    """Limits of one call by name; tests lower them.
 
     Attributes:
-        elements: Of a result: 1 GiB of float64, which is what fits in a message.
-        work: Multiplications of a matrix product: minutes of one core at most.
-        pieces: Tensors or numbers of a result that is a list; the interpreter is held for each.
-        allocation: Elements that each allocation of a new layer counts for at least.
-        bits: Of an int that an operator of Python is given.
+        elements: Of a result: 1 GiB of float64, which fits in a message.
+        work: Multiplications of a matrix product: at most minutes of one core.
+        pieces: Items of a result that is a list; each needs the interpreter.
+        allocation: The least number of elements that an allocation of a layer counts for.
+        bits: Of an int that a Python operator gets.
     """
 
     elements = 1 << 27
@@ -103,10 +100,10 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor], sparse: bool, dep
 
 
 def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
-    """Return a tensor on which functions that are called by name may work.
+    """Return the tensor if functions that are called by name may work on it.
 
     Raises:
-        TypeError: It is not a dense tensor of the CPU.
+        TypeError: It is not a dense CPU tensor.
         ValueError: It is empty, but has too large a dimension.
     """
     is_known = tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)
@@ -124,11 +121,7 @@ def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tenso
 
 
 def check_elements(count: float, tensors: Iterable[torch.Tensor] = ()) -> None:
-    """See that a result is not too large: no larger than a limit, or than one of some tensors.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Raise ``ValueError`` if a result is larger than the limit and than each of some tensors."""
     if not count <= ResultLimits.elements and not any(count <= each.numel() for each in tensors):
         raise ValueError(
             f"a call from another rank makes at most {ResultLimits.elements} elements, not "
@@ -137,11 +130,7 @@ def check_elements(count: float, tensors: Iterable[torch.Tensor] = ()) -> None:
 
 
 def check_work(count: float) -> None:
-    """See that a product does not take too long.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Raise ``ValueError`` if a product would take too long."""
     if not count <= ResultLimits.work:
         raise ValueError(
             f"a call from another rank does at most {ResultLimits.work} multiplications, not "
@@ -150,7 +139,7 @@ def check_work(count: float) -> None:
 
 
 def _broadcast_size(shapes: Iterable[Sequence[int]]) -> int:
-    """Return at least the number of elements of a shape that others broadcast to."""
+    """Return an upper bound of the elements that shapes broadcast to."""
     extents: list[int] = []
     for shape in shapes:
         for place, extent in enumerate(reversed(shape)):
@@ -170,12 +159,12 @@ def broadcast(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> None:
 
 
 def broadcast_sparse(args: Args, kwargs: Kwargs) -> None:
-    """Check such a function that takes tensors in coordinate format, too."""
+    """As ``broadcast``, for functions that accept tensors in coordinate format, too."""
     broadcast(args, kwargs, sparse=True)
 
 
 def dense(args: Args, kwargs: Kwargs) -> None:
-    """Check a function that makes a dense tensor of a sparse one."""
+    """Check a function that makes a sparse tensor dense."""
     for tensor in tensors_in(args, kwargs, sparse=True):
         check_elements(_size(tensor.shape))
 
@@ -187,7 +176,7 @@ def joined(args: Args, kwargs: Kwargs) -> None:
 
 
 def divided(args: Args, kwargs: Kwargs) -> None:
-    """Check a function that returns parts of a tensor along one of its dimensions."""
+    """Check a function that returns parts of a tensor along one dimension."""
     for tensor in tensors_in(args, kwargs):
         _check_pieces(max(tensor.shape, default=0))
 
@@ -207,7 +196,7 @@ def _check_pieces(count: int) -> None:
 
 
 def _size(extents: Iterable[Any]) -> int:
-    """Return the number of elements of a size, taking a negative extent for its opposite.
+    """Return the number of elements of a size, with negative and zero extents made positive.
 
     An extent of 0 does not hide the others: torch would multiply them.
     """
@@ -221,7 +210,7 @@ def _size(extents: Iterable[Any]) -> int:
 
 
 def sized(args: Args, kwargs: Kwargs) -> None:
-    """Check a function that makes a tensor of the size that its ints and lists of ints say."""
+    """Check a function that creates a tensor of the size that its ints and lists of ints give."""
     tensors_in(args, kwargs)
     check_elements(_size((*args, *kwargs.values())))
 
@@ -243,7 +232,7 @@ def multiplied(args: Args, kwargs: Kwargs) -> None:
 
 
 def plain(args: Args, kwargs: Kwargs) -> None:
-    """Check a function of Python that takes time in proportion to the length of its arguments."""
+    """Check a Python function whose time is proportional to the length of its arguments."""
     if kwargs:
         raise TypeError("a function of Python takes no named arguments from another rank")
     _check_plain(args, 0)
@@ -261,7 +250,7 @@ def _check_plain(values: Iterable[Any], depth: int) -> None:
 
 
 def numbers(args: Args, kwargs: Kwargs) -> None:
-    """Check an operator on numbers or tensors: on texts and lists it may repeat or format."""
+    """Check an operator on numbers or tensors; on texts and lists it might repeat or format."""
     if kwargs:
         raise TypeError("an operator takes no named arguments")
     for value in args:
@@ -273,7 +262,7 @@ def numbers(args: Args, kwargs: Kwargs) -> None:
 
 
 def same_kind(*kinds: type) -> Check:
-    """Return the check of a container's class: it is made of nothing, or of its like."""
+    """Return the check of a container's constructor: no argument, or one of these classes."""
 
     def check(args: Args, kwargs: Kwargs) -> None:
         if kwargs or len(args) > 1 or any(type(value) not in kinds for value in args):

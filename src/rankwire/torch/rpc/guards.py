@@ -1,13 +1,13 @@
-"""Methods: which methods other ranks can call on an object that its owner has shared with them.
+"""Decide which methods of shared objects other ranks may call, and check arguments.
 
-Sharing an object is not sharing all that its class can do: an array can write itself to a file, a
-path can delete what it names. So a method can be called if the class that defines it is one that
-the naming rule lets others reach, and else only if it is in one of the tables here, which follow
-the rule of ``listed_functions``: of tensors, of modules and optimizers of torch, and of Python's
-own containers and texts. With ``allow="decorated"`` the tables do not count. The name is public, or
-one of a few with underscores, and the method is found in the class, not in the object: nothing that
-was merely stored there is called. In worlds with pickle, in which every rank can run what it likes
-on every other, every method can be called, as with torch.
+Sharing an object does not share all that its class can do: an array can write a file, a path can
+delete one. A method may be called if the naming rule lets others reach the class that defines it.
+Otherwise it must be in one of the tables here, which follow the rule of ``listed_functions``. With
+``allow="decorated"`` the tables do not apply. The name must be public or one of a few dunders, and
+is looked up in the class, so that nothing that was stored in the object is called. In worlds with
+pickle every method may be called, as with torch.
+
+A function or constructor of torch or Python that is called by name runs behind a check, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DUNDERS = frozenset(
 
 
 def _any(args: Args, kwargs: Kwargs) -> None:
-    """Check nothing: the method keeps what it is given, or looks at it once."""
+    """Check nothing: the method stores its arguments, or compares each once."""
 
 
 def _nothing(args: Args, kwargs: Kwargs) -> None:
@@ -95,11 +95,11 @@ _OF_OPTIMIZERS = frozenset(("state_dict", "step", "zero_grad"))
 
 
 def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any]:
-    """Return a method of an object that other ranks can call.
+    """Return a method of an object that other ranks may call.
 
     Raises:
-        NameRefusedError: They must not; it says why.
-        AttributeError: There is none of that name.
+        NameRefusedError: They may not call it; the text says why.
+        AttributeError: There is no such method.
     """
     if rule.anything:
         return _any_method(value, name)
@@ -137,7 +137,7 @@ def _checked(
 
 
 def _defined(cls: type, name: str) -> tuple[type, Any]:
-    """Return the class that defines a method of a class, and what it has there."""
+    """Return the class that defines a method, and the attribute as defined."""
     for owner in type.__dict__["__mro__"].__get__(cls):
         raw = vars(owner).get(name)
         if raw is not None:
@@ -146,7 +146,6 @@ def _defined(cls: type, name: str) -> tuple[type, Any]:
 
 
 def _any_method(value: object, name: str) -> Callable[..., Any]:
-    """Return whatever an object has under a name, if it can be called."""
     found = getattr(value, name)
     if not callable(found):
         raise NameRefusedError(f"{name!r} is no method")
@@ -154,10 +153,10 @@ def _any_method(value: object, name: str) -> Callable[..., Any]:
 
 
 def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
-    """Tell whether a class defines a method, and does not merely call something by that name.
+    """Tell whether a class defines a method, and does not merely give another function that name.
 
-    A package may say that its classes are its own where their methods are of modules in it, and a
-    class may take over a decorated method of its base: both are fine if that module is open too.
+    A package may claim classes whose methods are in modules of it, and a class may inherit a
+    decorated method. Both are fine if that module is open too.
     """
     plain = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     if isinstance(plain, types.FunctionType):
@@ -167,7 +166,7 @@ def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
 
 
 def _check_of(rule: NamingRule, value: Any, owner: type, name: str) -> Check | None:
-    """Return the check of a method that is in a table; None if it is in none."""
+    """Return the check of a method that is in a table, else None."""
     if owner in _OF_CONTAINERS:
         return _container_checks()[owner].get(name)
     if owner in (torch.Tensor, torch._C.TensorBase, torch.nn.Parameter):
@@ -198,7 +197,7 @@ def _check_forward(args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_of_module(args: Args, kwargs: Kwargs) -> None:
-    """Check the arguments of a method that all modules have: never a tensor to take as its own."""
+    """Check arguments of a method that all modules have: never a tensor to adopt."""
     if "assign" in kwargs or len(args) > 3:
         raise TypeError("from another rank, load_state_dict() copies into the parameters")
 
@@ -212,20 +211,19 @@ def _container_checks() -> dict[type, dict[str, Check]]:
 
 
 def _of_rest(check: Check) -> Check:
-    """Return a check of a method's arguments, without the object that it is of."""
     return lambda args, kwargs: check(args[1:], kwargs)
 
 
 @cache
 def tensor_checks() -> dict[str, Check]:
-    """Return the methods of tensors that others can call, and the checks of their arguments."""
+    """Return the checks of the tensor methods that others may call, by name."""
     methods = {name: check for name, check in torch_checks().items() if hasattr(torch.Tensor, name)}
     own = {name: check for check, names in _OF_TENSORS.items() for name in names}
     return {**methods, **own}
 
 
 def guarded(function: Any) -> Callable[..., Any]:
-    """Return what a server runs for a function or class: that, or what checks its arguments."""
+    """Return a function or class, or a wrapper that checks its arguments first."""
     if isinstance(function, type):
         owners = constructors_of(function)
         if any(map(is_layer, owners)):

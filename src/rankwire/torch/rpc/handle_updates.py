@@ -51,7 +51,7 @@ _REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCa
 class HandleUpdates:
     """Tells owners of the handles of this rank. Every method is safe from any thread.
 
-    ``released`` may be called by the garbage collector, and so in the middle of anything.
+    The garbage collector may call ``released``, and so at any point of the program.
 
     Args:
         agent: Calls the owners.
@@ -68,11 +68,11 @@ class HandleUpdates:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether all that there was to tell has been told."""
+        """Whether all updates have been delivered."""
         return self._queue.empty() and not self._in_flight and not any(self._unsent.values())
 
     def start(self) -> None:
-        """Have the queue looked after, from the first handle on. Idempotent."""
+        """Start the thread. Idempotent."""
         if self._thread is None:
             with self._start_lock:
                 if self._thread is None:
@@ -82,19 +82,19 @@ class HandleUpdates:
                     self._thread.start()
 
     def released(self, owner: int, id: ObjectId, giver: int, sent_back: int) -> None:
-        """A handle is garbage; before, it was sent back to its owner so many times."""
+        """Queue that a handle is garbage; it was sent back to its owner ``sent_back`` times."""
         if not self.is_closed:
             self._queue.put((owner, (_RELEASED, *id, giver, sent_back)))
 
     def passed_on(self, owner: int, id: ObjectId, rank: int, count: int = 1) -> None:
-        """A handle is on its way to a third rank; or is not after all, with a count of -1."""
+        """Queue that a handle was sent to a third rank; a count of -1 takes that back."""
         self._queue.put((owner, (_PASSED_ON, *id, rank, count)))
 
     def watch_making(self, owner: int, id: ObjectId, creation: RpcFuture[Any]) -> None:
-        """Tell the owner if the call that makes an object ends before it begins.
+        """Tell the owner if the call that creates an object ends before it begins.
 
-        Others may wait for that object there. If the call has begun, the owner knows what became of
-        it. If the owner is gone, each use of the handle says so, and nothing is logged.
+        Other ranks may wait for that object there. If the call began, the owner knows its outcome.
+        If the owner is lost, each use of the handle raises, and nothing is logged.
         """
         creation.when_ended(partial(self._making_ended, owner, id, [True]))
 
@@ -112,7 +112,7 @@ class HandleUpdates:
         self._queue.put((owner, (_NOT_MADE, *id, 0, 0)))
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
+        """Send no more updates."""
         self.is_closed = True
         self._queue.put((_STOP, None))
 
@@ -136,7 +136,6 @@ class HandleUpdates:
             told.add_done_callback(partial(self._told, owner))
 
     def _told(self, owner: int, call: Future[Any]) -> None:
-        """Let the thread know that an owner has been told, or is gone."""
         error = None if call.cancelled() else call.exception()
         if isinstance(error, RemoteError):
             _log.warning("rank %d does not take what it is told of handles: %s", owner, error)
@@ -146,15 +145,14 @@ class HandleUpdates:
 
 
 def apply_updates(objects: OwnedObjects, src: int, world_size: int, news: list[Any]) -> None:
-    """Count what another rank tells of handles of this rank's objects.
+    """Apply another rank's updates to the counts of this rank's objects.
 
-    What is refused of it does not keep the rest from being counted: that rank may have been given
-    a handle of nothing.
+    A refused update does not stop the others: that rank may hold a handle of nothing.
 
     Raises:
-        ValueError: It is not what ``HandleUpdates`` sends.
-        PermissionError: It is about an object that the rank has no handle of.
-        OverloadedError: It is about too many objects that are not made.
+        ValueError: The updates are malformed.
+        PermissionError: The rank has no handle of an object.
+        OverloadedError: It refers to too many objects that do not exist yet.
     """
     refusal: Exception | None = None
     for kind, creator, number, key, first, second in news:

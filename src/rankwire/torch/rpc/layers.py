@@ -1,15 +1,10 @@
-"""Layers: modules of torch that another rank may have made here, and those that it may run.
+"""Layers of torch that another rank may create here, and those that it may run.
 
-Making a layer from another rank's numbers follows the rule of ``listed_functions``: whatever the
-arguments are, neither making it nor running it ends the process, shows memory, or makes more than
-``bounds.ResultLimits``. Few layers are made that way, for a ``RemoteModule``. More of them can be
-run, because a function of the program has made them. A ``Sequential`` can be run if all that it
-holds can.
-
-A layer is made on memory that is cleared, and counted: what a class of the program does with
-``torch.empty`` in such a constructor shows nothing.
-
-Pure: it knows no rank and no wire. Safe from any thread.
+Both follow the rule of ``listed_functions``: whatever the arguments are, neither ends the process,
+shows memory, or creates more than ``bounds.ResultLimits``. A ``RemoteModule`` may create a few
+layers. More can be run, because a function of the program created them, and a ``Sequential`` if all
+its layers can. A layer is created on zeroed, counted memory, so ``torch.empty`` in a constructor
+shows nothing. Pure, and safe from any thread.
 """
 
 from __future__ import annotations
@@ -81,7 +76,7 @@ _ALLOCATING = frozenset((*_UNINITIALIZED, torch.full, torch.ones, torch.zeros))
 
 @cache
 def layers() -> dict[str, type]:
-    """Return the classes that can be made, by the names under which they travel."""
+    """Return the classes that can be created, by the names under which they travel."""
     found = (getattr(nn, name) for names in _MADE.values() for name in names)
     return {f"{layer.__module__}:{layer.__name__}": layer for layer in found}
 
@@ -98,17 +93,17 @@ def _made() -> frozenset[int]:
 
 
 def is_layer(target: object) -> bool:
-    """Tell whether something is the class of a layer that another rank may have made."""
+    """Tell whether an object is the class of a layer that another rank may create."""
     return id(target) in _made()  # and no metaclass of anyone's is asked
 
 
 def is_run(target: object) -> bool:
-    """Tell whether something is the class of a layer that another rank may run."""
+    """Tell whether an object is the class of a layer that another rank may run."""
     return id(target) in _bounds()
 
 
 def make_layer(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Make a layer for another rank.
+    """Create a layer for another rank.
 
     Raises:
         TypeError: An argument is not a number, text, dtype or tensor.
@@ -142,7 +137,7 @@ def check_run(module: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 class _Cleared(TorchFunctionMode):  # type: ignore[misc]
-    """While it is entered, the tensors that this thread's code asks torch for are few, and zero."""
+    """Limits and zeroes the tensors that this thread creates while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()

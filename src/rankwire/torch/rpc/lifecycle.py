@@ -46,7 +46,7 @@ _lock = threading.Lock()
 
 
 class Defaults:
-    """What ``init_rpc`` goes by where it is not told; ``install`` sets it for other libraries."""
+    """Defaults of ``init_rpc``'s arguments; ``install`` sets them for other libraries."""
 
     allow: Iterable[Any] | str = ()
     pickle = False
@@ -62,23 +62,22 @@ def init_rpc(
     allow: Iterable[Any] | str | None = None,
     pickle: bool | None = None,
 ) -> None:
-    """Join the workers, and serve their calls from now on. All ranks call it alike.
+    """Join the workers and start serving their calls. All ranks call it.
 
     Args:
-        name: This worker's, which no other has.
-        backend: Any; there is one.
-        rank: This rank; as the launcher says if not given.
-        world_size: The number of ranks; as the launcher says if not given.
-        rpc_backend_options: Time limits, threads and where to meet.
-        allow: What other workers may call beyond the functions of the program's own files: names of
-            modules, functions or classes. ``"decorated"`` is the strict way: only what is
-            ``@exposed``.
-        pickle: Whether to send and accept as pickles what has no other form. Then every worker can
-            run code on this one. All ranks must say the same.
+        name: This worker's unique name.
+        backend: Ignored; there is only one.
+        rank: This rank; from the launcher if not given.
+        world_size: The number of ranks; from the launcher if not given.
+        rpc_backend_options: Timeouts, threads and where the ranks meet.
+        allow: What other workers may call besides functions in the program's own files: modules,
+            functions or classes. ``"decorated"`` allows only what is ``@exposed``.
+        pickle: Whether to send and accept pickles of values that have no other encoding. Then every
+            worker can run code on this one. It must be the same on all ranks.
 
     Raises:
-        RuntimeError: RPC is initialized already, the world did not form, a name is taken, or the
-            ranks do not agree on ``pickle``.
+        RuntimeError: RPC is already initialized, the world did not form, a name is not unique, or
+            the ranks do not agree on ``pickle``.
     """
     options = _check_options(backend, rpc_backend_options)
     _start(name, options, lambda: _form(options, rank, world_size), allow, pickle)
@@ -107,7 +106,6 @@ def _start(
     allow: Iterable[Any] | str | None,
     pickle: bool | None,
 ) -> None:
-    """Form a world and begin the session of this process in it."""
     allow = Defaults.allow if allow is None else allow
     pickle = Defaults.pickle if pickle is None else pickle
     me = WorkerInfo(name, 0)  # for its checks
@@ -145,7 +143,6 @@ def _check_options(backend: Any, options: Any) -> TensorPipeRpcBackendOptions:
 
 
 def _form(options: RpcBackendOptions, rank: int, world_size: int | None) -> TcpBackend:
-    """Return a world of the ranks that RPC is for."""
     register_launchers()
     timeout = _patience(options)
     size = -1 if world_size is None else world_size
@@ -156,7 +153,6 @@ def _form(options: RpcBackendOptions, rank: int, world_size: int | None) -> TcpB
 
 
 def _form_in(store: Any, rank: int, size: int, timeout: timedelta) -> TcpBackend:
-    """Return a world of ranks that share a store."""
     store.set_timeout(timeout)
     own = dist.PrefixStore(f"rankwire_rpc_{next(_times_initialized)}", store)
     return form_world(own, rank, size, timeout)
@@ -175,7 +171,7 @@ def _begin(
     *,
     pickle: bool,
 ) -> None:
-    """Get to know the workers, and serve."""
+    """Exchange names with the other workers, and start serving."""
     told = all_gather_object(world, (name, pickle))
     names = [told_name for told_name, _ in told]
     for other, (told_name, told_pickle) in enumerate(told):
@@ -207,7 +203,7 @@ def _begin(
 
 
 def is_available() -> bool:
-    """Whether RPC can be used: always."""
+    """Return True: RPC can always be used."""
     return True
 
 
@@ -227,13 +223,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the workers.
 
     Args:
-        graceful: Whether to wait until every worker has come to this or is lost, and no call is
-            under way anywhere. Calls are served until then. Lost workers are named in the log.
+        graceful: Whether to wait until every worker has called this or is lost, and no call is in
+            progress anywhere. Calls are served until then. Lost workers are logged.
         timeout: Seconds for that; 0 is no limit.
 
     Raises:
-        RuntimeError: RPC is not initialized; or the others did not come in time. This worker has
-            left all the same.
+        RuntimeError: RPC is not initialized, or other workers did not call it in time. In that case
+            this worker has left nevertheless.
     """
     session = current()
     try:
@@ -244,10 +240,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def wait_for_all(session: Session, timeout: float) -> None:
-    """Return once every rank has called this or is gone, and no call is under way anywhere.
+    """Return once every rank has called this or is lost, and no call is in progress anywhere.
 
-    Quiet means that twice in a row no rank has had a call under way, and none has made or served
-    one between the two looks.
+    That is the case when no rank had a call in progress in two rounds in a row, and none made or
+    served one in between.
     """
     limit = timeout if timeout > 0.0 else math.inf
     deadline = Deadline(limit, session.backend.clock)
@@ -272,14 +268,14 @@ def wait_for_all(session: Session, timeout: float) -> None:
 
 
 class _Farewell:
-    """Where the ranks tell each other how busy they are. For one thread.
+    """Exchanges the ranks' activity. For one thread.
 
-    While all are there, that is a collective. When a rank is gone, all collectives of the world
-    fail; then each rank tells the lowest one that is left, which passes on what all have told.
+    While all ranks are there, this is a collective. When a rank is lost, all collectives of the
+    world fail; then each rank reports to the lowest remaining one, which distributes all reports.
 
     Args:
-        backend: The world, which is the session's alone.
-        deadline: For all of it.
+        backend: The session's world.
+        deadline: For the whole exchange.
     """
 
     def __init__(self, backend: Backend, deadline: Deadline) -> None:
@@ -289,10 +285,10 @@ class _Farewell:
         self._gone: set[int] = set()
 
     def tell(self, is_busy: bool, count: int) -> Told:
-        """Return what all ranks tell that are not gone; nothing if it has to be told again.
+        """Return the reports of all remaining ranks; empty if the round must be repeated.
 
         Raises:
-            RankwireError: Not all came in time.
+            RankwireError: A rank did not report in time.
         """
         own = is_busy, count
         if self._is_complete:

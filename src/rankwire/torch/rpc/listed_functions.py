@@ -1,20 +1,18 @@
-"""The functions of torch and of Python that another rank may call by name: a table.
+"""The functions of torch and Python that another rank may call by name.
 
-The rule for being in it. Whatever the arguments are that pass the check of its row (``bounds``),
-the function
+With any arguments that pass the check in its row (``bounds``), a listed function
 
 - returns or raises, and does not end or corrupt the process;
-- returns a value that follows from its arguments and torch's random state alone: no memory that was
-  not written, no memory of others, no address, nothing of files or settings;
-- makes no more elements than ``bounds.ResultLimits`` says, and takes time in proportion to the
-  elements and multiplications that it makes;
-- if it is Python's, and so holds the interpreter: takes time in proportion to its arguments.
+- returns a value that depends only on its arguments and torch's random state: no uninitialized or
+  foreign memory, no address, no files or settings;
+- creates no more elements than ``bounds.ResultLimits``, in time proportional to the elements and
+  multiplications;
+- if it is Python's, and so holds the interpreter: takes time proportional to its arguments.
 
-``tests/torch_programs/test_rpc_hostile_arguments.py`` applies the rule to every row, with hostile
-shapes, strides, indices, values, dtypes and sizes. torch itself promises none of this: its
-operators are written for arguments that the program chose. So run that test in its nightly size
-(``TESTS_NIGHTLY=1``) when you add a row, and add no function that programs do not call by name:
-a function of the program can call everything else.
+``test_rpc_hostile_arguments.py`` applies this to every row with hostile shapes, strides, indices,
+values, dtypes and sizes. torch promises none of it. So run that test in its nightly size
+(``TESTS_NIGHTLY=1``) when you add a row, and add only functions that programs call by name: a
+function of the program can call everything else.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ def names_of_listed() -> dict[Callable[..., Any], str]:
 
 @cache
 def torch_checks() -> dict[str, Check]:
-    """Return the checks of torch's functions: by ``add``, ``matmul`` ..."""
+    """Return the checks of torch's functions, by short name (``add``, ``matmul``)."""
     return {name: check for check, names in _OF_TORCH.items() for name in names}
 
 
@@ -109,5 +107,5 @@ def _checks() -> dict[int, Check]:
 
 
 def check_of(function: Any) -> Check | None:
-    """Return the check of a function in the table; None for all others."""
+    """Return the check of a function in the table, else None."""
     return _checks().get(id(function))  # and no metaclass of anyone's is asked

@@ -1,23 +1,21 @@
-"""Naming: which functions and classes of a program other ranks can reach by name, and which not.
+"""Decide which functions and classes of a program other ranks can reach by name.
 
 torch sends functions as pickles, and a pickle can name anything. Here a function travels as
-``module:qualname``, and the rule decides at the callee:
+``module:qualname``, and the callee applies these rules:
 
-1. It is looked up in modules that are imported already. Nothing is imported on request.
-2. The module is ``__main__``, of the same package, a file beside it, or one that was allowed by
-   name. With ``allow="decorated"`` the module does not matter: only what is exposed is found.
-3. Each further step goes through a class that was defined there. What is found says itself that it
-   is of that module and of that name, so that what a module has imported, or calls by another name,
-   is not found in it.
-4. No name on the way has a leading underscore, unless the function is exposed or allowed by itself.
-5. Making an object of a class runs code of the program alone: its constructor is not one that it
-   inherits from a library, such as that of ``subprocess.Popen``.
+1. Only modules that are already imported are searched.
+2. The module is ``__main__``, in the same package, a file beside it, or allowed by name. With
+   ``allow="decorated"`` only what is exposed is found, in any module.
+3. Each further step goes through a class that was defined there. The target's own ``__module__``
+   and ``__qualname__`` must match, so imports and aliases are not found.
+4. No name on the way begins with an underscore, unless the function is exposed or allowed.
+5. Creating an object runs only constructors of the program, not an inherited one of a library such
+   as ``subprocess.Popen``.
 6. Some functions of torch and Python (``listed_functions``) and layers of torch (``layers``) are
-   found besides: these very ones, and nothing in them. With ``allow="decorated"`` they are not.
+   found as well, but not with ``allow="decorated"``.
 
-Names are looked up in dictionaries of modules and classes, never by ``getattr``: no property, no
-``__getattr__`` of a module and no metaclass of anyone's runs. Pure: it knows no rank and no wire.
-Safe from any thread.
+Names are looked up in the dictionaries of modules and classes, never by ``getattr``, so that no
+property, module ``__getattr__`` or metaclass runs. Pure, and safe from any thread.
 """
 
 from __future__ import annotations
@@ -58,11 +56,11 @@ _IDLE_NEW = (dict, list, set)
 
 
 class NameRefusedError(RankwireError, PermissionError):
-    """A name that other ranks cannot reach, or something that has no name."""
+    """A name that other ranks cannot reach, or an object that has no name."""
 
 
 class _Step(NamedTuple):
-    """A place where a name was looked up, and what was there."""
+    """A place where a name was looked up, and what was found."""
 
     place: Mapping[str, Any]
     key: str
@@ -75,13 +73,13 @@ class _Known(NamedTuple):
 
 
 class NamingRule:
-    """Finds what a name means, or refuses it.
+    """Finds the target of a name, or refuses it.
 
     Args:
-        allow: Names of modules, each with those in it; ``module:qualname`` for one function; the
-            functions or classes themselves; or ``"decorated"``.
-        anything: Whether everything that is imported is found. For worlds with pickle, in which
-            every rank can run what it likes on every other anyway.
+        allow: Modules, including those in them; ``module:qualname`` for one function; functions or
+            classes; or ``"decorated"``.
+        anything: Whether everything that is imported is found: for worlds with pickle, where every
+            rank can run any code anyway.
 
     Attributes:
         anything: As given.
@@ -102,7 +100,7 @@ class NamingRule:
         """Return the function or class that a name means.
 
         Raises:
-            NameRefusedError: It means none, or one that other ranks must not reach; it says why.
+            NameRefusedError: There is none, or other ranks must not reach it; the text says why.
         """
         known = self._known.get(name)
         if known is not None and all(place.get(key) is found for place, key, found in known.steps):
@@ -119,25 +117,21 @@ class NamingRule:
         return known.target
 
     def find_class(self, name: str) -> type:
-        """Return the class that a name means.
-
-        Raises:
-            NameRefusedError: It means none, or one that other ranks must not reach.
-        """
+        """Return the class that a name means, or raise ``NameRefusedError``."""
         found = self.find(name)
         if not isinstance(found, type):
             raise NameRefusedError(f"{name!r} is no class")
         return found
 
     def allows_methods_of(self, cls: type) -> bool:
-        """Tell whether the methods that are defined in a class may be called on shared objects."""
+        """Tell whether methods that a class defines may be called on shared objects."""
         if is_exposed(cls) or self.anything:
             return True
         module = _canonical(getattr(cls, "__module__", None))
         return f"{module}:{cls.__qualname__}" in self._single or self._is_open(module)
 
     def allows_module(self, name: str | None) -> bool:
-        """Tell whether what a module defines can be reached, exposed or not."""
+        """Tell whether others can reach what a module defines, exposed or not."""
         return self._is_open(_canonical(name))
 
     # -- looking up --------------------------------------------------------------------------------
@@ -183,7 +177,7 @@ class NamingRule:
     def _check_origin(
         self, name: str, target: Any, module_name: str, owner: type | None, key: str
     ) -> None:
-        """See that something is what it was defined as, where it was defined."""
+        """Check that the target was defined under this name in this place."""
         if self.anything:
             return
         plain = target.__func__ if isinstance(target, types.MethodType) else target
@@ -220,7 +214,7 @@ class NamingRule:
             self._check_constructor(name, target)
 
     def _check_constructor(self, name: str, cls: type) -> None:
-        """See that making an object of a class runs no constructor of a library."""
+        """Check that creating an object of a class runs no constructor of a library."""
         harmless = () if issubclass(cls, type) else _CONSTRUCTORS  # a metaclass makes classes
         for owner in constructors_of(cls):
             is_known = owner in harmless or is_layer(owner) or check_of(owner) is not None
@@ -233,7 +227,6 @@ class NamingRule:
                 )
 
     def _is_open(self, module_name: str | None) -> bool:
-        """Tell whether what a module defines can be reached."""
         if module_name is None or self.is_strict:
             return False
         if module_name == MAIN:
@@ -245,7 +238,7 @@ class NamingRule:
 
     @staticmethod
     def _refusal(name: str, why: str, module: str | None) -> NameRefusedError:
-        """Return an error that says how to allow a name: with its module, or by itself."""
+        """Return an error that says how to allow the name: with its module, or by itself."""
         if module is not None and module.partition(".")[0] == "torch":
             why += ", and it is not in the table of torch's functions that other ranks may call"
             module = None
@@ -258,7 +251,7 @@ def name_of(function: Any) -> str:
     """Return the name under which a function or class travels.
 
     Raises:
-        NameRefusedError: It has none by which another rank could find it.
+        NameRefusedError: Another rank could not find it by name.
     """
     try:
         listed = names_of_listed().get(function)
@@ -289,7 +282,7 @@ def name_of(function: Any) -> str:
 
 
 def _is_another(module: str, qualname: str, function: Any) -> bool:
-    """Tell whether something else has a function's name here, as pickle would find out."""
+    """Tell whether the name belongs to another function here, as pickle would check."""
     place: Any = vars(sys.modules.get(module, object))
     owner, found = None, None
     for key in qualname.split("."):
@@ -303,7 +296,7 @@ def _is_another(module: str, qualname: str, function: Any) -> bool:
 
 
 def constructors_of(cls: type) -> list[type]:
-    """Return the classes that define what runs when an object of a class is made."""
+    """Return the classes whose code runs when an object of a class is created."""
     found = [_member({}, cls, key)[0] for key in ("__new__", "__init__")]
     found.append(_member({}, type(cls), "__call__")[0])
     if found[0] in _IDLE_NEW:
@@ -316,7 +309,6 @@ def _is_error(cls: type) -> bool:
 
 
 def _entry(entry: Any) -> str:
-    """Return what an entry of ``allow`` names."""
     if isinstance(entry, types.ModuleType):
         return entry.__name__
     if isinstance(entry, str) and all(_is_path(part) for part in entry.split(":", 1)):
@@ -334,7 +326,7 @@ def _parts(name: str) -> tuple[str, list[str]]:
 
 
 def _member(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[type | None, Any]:
-    """Return the class that has a name, if it is a class's, and what it has there."""
+    """Return the class that defines a key, if it is looked up in a class, and its value there."""
     if owner is None:
         return None, place.get(key)
     for cls in type.__dict__["__mro__"].__get__(owner):
@@ -345,7 +337,7 @@ def _member(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[typ
 
 
 def _unwrapped(raw: Any, owner: type | None) -> Any:
-    """Return what getting an attribute of a class gives, for those that need no code to run."""
+    """Return what attribute access on the class would give, without running code."""
     if isinstance(raw, staticmethod):
         return raw.__func__
     if isinstance(raw, classmethod) and owner is not None:
@@ -354,7 +346,7 @@ def _unwrapped(raw: Any, owner: type | None) -> Any:
 
 
 def _qualname(target: Any) -> str | None:
-    """Return where something was defined in its module: for torch's operators, at its top."""
+    """Return the qualified name; torch's operators are at the top of their module."""
     qualname = _own(target, "__qualname__")
     return qualname and qualname.removeprefix("_VariableFunctionsClass.")
 
@@ -384,7 +376,7 @@ def _is_of_program(module_name: str) -> bool:
 
 
 def _folder(module: types.ModuleType | None) -> Path | None:
-    """Return where the file of a module is, unless others' modules are there too."""
+    """Return the folder of a module's file, unless installed modules are in it too."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
         return None

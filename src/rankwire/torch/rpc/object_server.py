@@ -1,7 +1,7 @@
-"""The owner's side of handles: making an object, giving its value, calling its methods.
+"""The owner's side of handles: create objects, return their values, call their methods.
 
-What is asked of an object that is still being made waits for that without a worker: its value is a
-deferred reply, and a method is run by a thread of this module's own once there is an object.
+A request for an object that is still being created does not occupy a worker: its value is a
+deferred reply, and a thread of this module runs its methods once it is ready.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class ObjectServer:
-    """Serves the calls that other ranks' handles make. Every method is safe from any thread.
+    """Serves the requests of other ranks' handles. Every method is safe from any thread.
 
     Args:
-        session: Whose objects these are.
+        session: The session that owns the objects.
     """
 
     def __init__(self, session: Session) -> None:
@@ -61,7 +61,7 @@ class ObjectServer:
             register(session.agent, verb, function)
 
     def close(self) -> None:
-        """Run no more methods of objects that are still being made."""
+        """Run no more methods of objects that are still being created."""
         with self._lock:
             if self._waiting_room is not None:
                 self._waiting_room.shutdown(wait=False, cancel_futures=True)
@@ -71,7 +71,7 @@ class ObjectServer:
     def make(
         self, creator: int, number: int, key: int, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Make an object: what a function returns."""
+        """Create an object: the result of a function."""
         owned = self._begin(creator, number, key)
         return self._make(owned, lambda: self._session.runnable(function)(*args, **kwargs))
 
@@ -88,7 +88,7 @@ class ObjectServer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Make an object: what a method of another object returns."""
+        """Create an object: the result of another object's method."""
         owned = self._begin(creator, number, key)
         of = of_creator, of_number, of_key
         return self._make(owned, lambda: self.call(*of, method, *args, **kwargs))
@@ -108,7 +108,7 @@ class ObjectServer:
         return self._once_ready(owned, lambda: self._method(owned, method)(*args, **kwargs))
 
     def check(self, creator: int, number: int, key: int, method: str) -> Any:
-        """Raise what calling a method of an object would, if it could not be called."""
+        """Raise the error that calling a method would, if it cannot be called."""
         owned = self._find(creator, number, key)
         if owned.is_ready:
             self._method(owned, method)
@@ -136,17 +136,16 @@ class ObjectServer:
         return run() if owned.is_ready else self._once_ready(owned, run)
 
     def apply_updates(self, news: list[Any]) -> None:
-        """Hear who has got handles, and who has let go."""
+        """Apply the sender's updates of handles."""
         apply_updates(self._owned, sender(), len(self._session.workers), news)
 
     def _find(self, creator: int, number: int, key: int) -> OwnedObject:
-        """Return an object that the sender has a handle of; it may still have to be made."""
+        """Return an object that the sender has a handle of; it may not be ready."""
         return self._owned.expect(_id(creator, number, key), sender())
 
     # -- making ------------------------------------------------------------------------------------
 
     def _begin(self, creator: int, number: int, key: int) -> OwnedObject:
-        """Count the first handle of an object that is going to be made."""
         src = sender()
         if creator != src:
             raise PermissionError(f"rank {src} cannot make objects of rank {creator}")
@@ -170,7 +169,7 @@ class ObjectServer:
         self._owned.tidy(owned)
 
     def _finish_later(self, owned: OwnedObject, made: Future[Any], promise: Future[Any]) -> None:
-        """Give an object the value of a future, and answer the call that makes it."""
+        """Give an object the value of a future, and answer the call that creates it."""
         try:
             value = promise.result()
         except BaseException as error:
@@ -188,7 +187,6 @@ class ObjectServer:
         return self._session.servable(find_method(self._session.rule, owned.get(), name))
 
     def _wait_for(self, owned: OwnedObject) -> Future[Any]:
-        """Return a future of an object that is still being made."""
         src = sender()
         self._owned.begin_waiting(src)
         waiter = owned.when_ready()
@@ -201,7 +199,7 @@ class ObjectServer:
             self._owned.abandon(owned)
 
     def _once_ready(self, owned: OwnedObject, do: Callable[[], Any]) -> Future[Any]:
-        """Return a future of something that is done once an object is ready, by another thread."""
+        """Return a future of an action that another thread runs once an object is ready."""
         done: Future[Any] = Future()
         context = copy_context()  # what it calls is part of the call that is being served
 

@@ -1,25 +1,22 @@
-"""Owned objects: what this rank keeps because other ranks have handles of it.
+"""Objects that this rank keeps because other ranks have handles of them.
 
-Handles are counted by who gave them to whom. A rank holds an object as often as it was given a
-handle, and lets go of one with each release; when every rank has let go, the object is forgotten
-here, and is garbage unless the program has it too. When a rank is lost, all that it held is let go:
-the failure detector is the lease, and there are no timers. A rank can only count handles that it
-gave or was given, and only if it knows the key of the object's id.
+Handles are counted by giver and holder. Each release lowers a count; when no rank holds an object,
+it is forgotten here. When a rank is lost, all that it held is released: the failure detector is the
+lease, and there are no timers. A rank can only count handles that it gave or was given, and only if
+it knows the key in the object's id.
 
-Handles travel by several ways at once, so what is told of them may come in another order than it
-was done in:
+Updates of handles travel by several ways and may arrive out of order:
 
-- A rank that passes a handle on tells the owner, in order with its own release
-  (``handle_updates``), but the receiver's update may come before it. So counts
-  may be below zero for a moment, and an object is forgotten only when all are zero.
+- A rank that passes a handle on tells the owner before its own release, but the receiver's update
+  may arrive first. So counts may be below zero for a moment, and an object is forgotten only when
+  all are zero.
 - A handle that is sent back to the owner may still be on its way when its sender has released it.
-  So a release says how many were sent back, and the object is kept until these have come.
-- A handle may be used before the call that makes its object has come. Then the object is
-  *expected*: who asks for it waits, until the deadline of the call. Whether it will ever be made is
-  not known, so each rank may have this one expect ``MOST_EXPECTED`` objects, calls that wait for
-  one included. Beyond that it is refused.
+  So a release says how many were sent back, and the object is kept until these arrive.
+- A handle may be used before the call that creates its object arrives. Then the object is
+  *expected*, and calls wait for it until their deadline. It may never be created, so each rank may
+  have ``MOST_EXPECTED`` such objects and waiting calls here.
 
-Lock: ``_lock`` guards the table and all counts; nothing is called under it. A leaf.
+Lock: ``_lock`` guards the table and all counts; nothing is called while it is held. A leaf.
 """
 
 from __future__ import annotations
@@ -44,12 +41,12 @@ _NEVER_MADE = (
 
 
 class ObjectId(NamedTuple):
-    """What an object is called everywhere.
+    """The id of an object on all ranks.
 
     Attributes:
-        creator: The rank that made its first handle.
+        creator: The rank that created its first handle.
         number: Counted by that rank.
-        key: Drawn at random by that rank. A rank that knows it was given a handle.
+        key: Random. A rank that knows it was given a handle.
     """
 
     creator: int
@@ -58,17 +55,17 @@ class ObjectId(NamedTuple):
 
 
 class OwnedObject:
-    """An object that others may have handles of, or one that is still being made.
+    """An object that others may have handles of, possibly not created yet.
 
     Attributes:
-        id: What it is called.
-        is_expected: Whether the call that makes it has not come yet.
+        id: Its id.
+        is_expected: Whether the call that creates it has not arrived yet.
         is_ready: Whether it has a value or an error.
-        value: What it is, once it is ready.
-        error: What making it has raised instead.
-        held: How many handles one rank was given by another, as (giver, holder); without zeros.
-        claimant: The rank that is charged for it, while it is not known whether it will be made.
-        returning: For each rank, how many handles it has sent back that have not come yet.
+        value: The object, once it is ready.
+        error: The error of creating it.
+        held: The number of handles by (giver, holder), without zeros.
+        claimant: The rank that is charged for it until it is created.
+        returning: For each rank, the handles it has sent back that have not arrived.
     """
 
     __slots__ = (
@@ -107,7 +104,7 @@ class OwnedObject:
         return self.value
 
     def resolve(self, value: Any, error: BaseException | None = None) -> None:
-        """Give it its value, or the error of making it, and tell those who wait."""
+        """Set its value or error, and wake the calls that wait for it."""
         self.value, self.error = value, error
         self.is_expected = False
         self.is_ready = True
@@ -125,7 +122,6 @@ class OwnedObject:
 
 
 def _settle(waiter: Future[Any], owned: OwnedObject) -> None:
-    """End a future with what an object is, unless that was done, or it was cancelled."""
     with suppress(InvalidStateError):
         if owned.error is not None:
             waiter.set_exception(owned.error)
@@ -155,20 +151,20 @@ class OwnedObjects:
         self._lost: dict[int, BaseException] = {}
 
     def expect(self, id: ObjectId, src: int) -> OwnedObject:
-        """Return an object that a rank has a handle of; if it is not here yet, one to wait for.
+        """Return an object that a rank has a handle of; it may not have been created yet.
 
         Raises:
             PermissionError: The rank has no handle of it.
-            OverloadedError: It is not here yet, and the rank has too many such objects.
+            OverloadedError: It does not exist yet, and the rank has too many such objects.
         """
         with self._lock:
             return self._expect(id, src) or self._never_made(id)
 
     def begin(self, id: ObjectId) -> OwnedObject:
-        """Return an object that its creator is going to make, and count the creator's handle.
+        """Return an object that its creator is about to create, and count the creator's handle.
 
         Raises:
-            ConfigurationError: It was made before.
+            ConfigurationError: It was created before.
         """
         with self._lock:
             owned = self._find(id, id.creator) or OwnedObject(id)
@@ -183,7 +179,7 @@ class OwnedObjects:
             return owned
 
     def keep_own(self, owned: OwnedObject) -> None:
-        """Have an object found as long as this rank's own handle of it is there."""
+        """Keep an object findable as long as this rank's own handle exists."""
         with self._lock:
             self._own[owned.id[:2]] = owned
 
@@ -195,7 +191,7 @@ class OwnedObjects:
                 self._tidy(owned)
 
     def pass_on(self, id: ObjectId, giver: int, rank: int, count: int) -> None:
-        """Count handles that one holder has given to another rank, or has not after all."""
+        """Count handles that a holder has given to another rank, or (-1) has not after all."""
         with self._lock:
             owned = None if rank in self._lost else self._expect(id, giver)
             if owned is not None:
@@ -203,7 +199,7 @@ class OwnedObjects:
                 self._tidy(owned)
 
     def release(self, id: ObjectId, rank: int, giver: int, sent_back: int = 0) -> None:
-        """Count a handle that a rank has let go, and how often it has sent that back before."""
+        """Count a handle that a rank has released, and how often it was sent back before."""
         with self._lock:
             owned = None if rank in self._lost else self._find(id, rank)
             if owned is not None and giver in self._lost and owned.held[giver, rank] <= 0:
@@ -216,10 +212,7 @@ class OwnedObjects:
                 self._tidy(owned)
 
     def _may_be_untold(self, id: ObjectId, rank: int, giver: int) -> bool:
-        """Tell whether a rank may have a handle of an object of which nothing is known here.
-
-        Then the call that makes it, or what its giver says of it, is still on its way.
-        """
+        """Tell whether the call that creates it, or its giver's update, may be on its way."""
         if rank in self._lost:
             return False
         return rank == id.creator or (giver != self._rank and giver not in self._lost)
@@ -235,7 +228,7 @@ class OwnedObjects:
             return owned
 
     def lose(self, rank: int, error: BaseException) -> None:
-        """Let go of all that a lost rank held, and of what it was going to tell or make."""
+        """Release all that a lost rank held, and forget what it was going to report or create."""
         with self._lock:
             self._lost[rank] = error
             for owned in [*self._objects.values(), *self._expected.values()]:
@@ -255,10 +248,9 @@ class OwnedObjects:
             owned.resolve(None, error)
 
     def not_made(self, id: ObjectId) -> None:
-        """End an object whose creator knows that the call which makes it was refused.
+        """Fail an object whose creator reports that the call which creates it was refused.
 
-        It is one that could not be made: its creator has a handle of it, and may have passed it on.
-        Its creator remains charged for it.
+        Its creator has a handle of it, may have passed it on, and remains charged for it.
         """
         with self._lock:
             owned = self._expect(id, id.creator)
@@ -273,27 +265,27 @@ class OwnedObjects:
         self.tidy(owned)
 
     def begin_waiting(self, rank: int) -> None:
-        """Count a call of a rank that waits until an object is made, until ``end_waiting``.
+        """Count a call of a rank that waits for an object, until ``end_waiting``.
 
         Raises:
-            OverloadedError: It has too many.
+            OverloadedError: The rank has too many.
         """
         with self._lock:
             self._charge(rank)
 
     def end_waiting(self, rank: int) -> None:
-        """Do not count such a call any more."""
+        """Stop counting such a call."""
         with self._lock:
             self._discharge(rank)
 
     def abandon(self, owned: OwnedObject) -> None:
-        """Forget an object that a call has waited for in vain, if no other rank knows of it."""
+        """Forget an object that a call waited for in vain, if no other rank knows of it."""
         with self._lock:
             if owned.is_expected and not owned.held and not owned.is_waited_for:
                 self._stop_expecting(owned)
 
     def tidy(self, owned: OwnedObject) -> None:
-        """Forget an object if no rank holds it: one that has just been made, or could not be."""
+        """Forget a finished object if no rank holds it."""
         with self._lock:
             self._tidy(owned)
 
@@ -306,7 +298,7 @@ class OwnedObjects:
             return count
 
     def count(self) -> tuple[int, int]:
-        """Return how many objects others hold, and how many handles of these they have."""
+        """Return how many objects others hold, and how many handles they have of them."""
         with self._lock:
             found = [*self._objects.values(), *self._expected.values()]
             return len(found), sum(sum(owned.held.values()) for owned in found)
@@ -322,7 +314,7 @@ class OwnedObjects:
         return owned
 
     def _expect(self, id: ObjectId, src: int) -> OwnedObject | None:
-        """Return an object that is here or may come; None if its creator is lost."""
+        """Return an object that exists or may be created; None if its creator is lost."""
         owned = self._find(id, src)
         if owned is None and id.creator not in self._lost:
             self._charge(src)
@@ -331,13 +323,13 @@ class OwnedObjects:
         return owned
 
     def _never_made(self, id: ObjectId) -> OwnedObject:
-        """Return what stands for an object whose creator was lost before it was made."""
+        """Return a stand-in for an object whose creator was lost before it was created."""
         owned = OwnedObject(id)
         owned.resolve(None, self._lost[id.creator])
         return owned
 
     def _stop_expecting(self, owned: OwnedObject) -> None:
-        """Discharge the rank that is charged for an object, which is made or forgotten now."""
+        """Discharge the rank that is charged for an object, which is now created or forgotten."""
         self._expected.pop(owned.id, None)
         if owned.claimant is not None:
             self._discharge(owned.claimant)
@@ -356,7 +348,7 @@ class OwnedObjects:
             self._claims[rank] -= 1
 
     def _tidy(self, owned: OwnedObject) -> None:
-        """Keep what is held, or has a handle on its way here; forget what is there and is not."""
+        """Keep an object that is held or has a handle on its way here; else forget it."""
         owned.held = Counter({pair: count for pair, count in owned.held.items() if count})
         if owned.is_expected:
             return

@@ -1,12 +1,8 @@
-"""RemoteModule: a module on another rank that is run like one of this rank.
+"""RemoteModule: a module on another rank that runs like a local one.
 
-It has a handle of the module (``rref``), and all that it does goes through that: running it is a
-call of the object, so what distributed autograd and the rule for methods say of such calls holds
-here too. It stands in for ``torch.distributed.nn.RemoteModule``, on CPUs and without TorchScript.
-It must not know how objects are counted, or how a call is carried.
-
-The functions at the end are what ranks call on each other. They are exposed: what is to be made
-travels under the rule for all names, and the others do what can be done with a handle of a module.
+It calls the module by a handle (``rref``), so distributed autograd and the rules for methods apply.
+It replaces ``torch.distributed.nn.RemoteModule``, on CPUs and without TorchScript. It does not know
+how objects are counted or calls are sent. Ranks call the exposed functions at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from torch import nn
 
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import InvalidMessageError
+from rankwire.override import override
 from rankwire.torch.rpc.functions import exposed
 from rankwire.torch.rpc.remote_calls import rpc_sync
 from rankwire.torch.rpc.rref import RRef
@@ -37,19 +34,19 @@ _REFUSED = (
 
 
 class RemoteModule(nn.Module):  # type: ignore[misc]
-    """A module that is made and run on another worker. Safe from any thread.
+    """A module that is created and run on another worker. Safe from any thread.
 
-    It may be an argument or a result of a call: what travels is a handle of the same module.
+    As an argument or result of a call it travels as a handle of the same module.
 
     Args:
         remote_device: The worker: ``"worker1"``, ``"worker1/cpu"`` or ``"rank:1/cpu"``.
-        module_cls: The class of the module, or a function that makes it: of torch's layers, or one
-            that the worker's naming rule lets others reach.
+        module_cls: The module's class or a function that creates it: one of torch's layers, or one
+            that the worker's naming rule allows.
         args: Positional arguments for it.
         kwargs: Keyword arguments for it.
 
     Attributes:
-        on: The worker, by name or rank, as it was given; by name in one that came from elsewhere.
+        on: The worker, by name or rank, as given; by name if it came from another rank.
         device: ``"cpu"``.
         is_scriptable: False.
         is_device_map_set: False.
@@ -57,8 +54,8 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
 
     Raises:
         RuntimeError: RPC is not initialized, there is no such worker, or it refuses the class.
-        ValueError: The place is not of that form or no CPU, or what was made is no module.
-        Exception: What making it raised.
+        ValueError: ``remote_device`` is invalid or not a CPU, or the result is not a module.
+        Exception: The error of creating it.
     """
 
     is_scriptable = False
@@ -83,7 +80,6 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
 
     @classmethod
     def _of(cls, on: str | int, module_rref: RRef[Any]) -> RemoteModule:
-        """Return one of a module that is there already."""
         module = cls.__new__(cls)
         module._set_up(on, module_rref)
         return module
@@ -91,16 +87,16 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
     @staticmethod
     @exposed
     def init_from_module_rref(remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
-        """Return one of a module that is there already, and runs where it is.
+        """Return a ``RemoteModule`` for a module that exists already.
 
         Args:
-            remote_device: As for the class; torch does not ask that the module be there.
-            module_rref: A handle of it.
+            remote_device: As for the class; torch does not require that the module is there.
+            module_rref: A handle of the module.
 
         Raises:
             RuntimeError: There is no such worker.
-            TypeError: It is no handle.
-            ValueError: The place is not of that form, or no CPU.
+            TypeError: It is not a handle.
+            ValueError: ``remote_device`` is invalid or not a CPU.
         """
         if not isinstance(module_rref, RRef):
             raise TypeError(f"module_rref is an RRef, not {type(module_rref).__name__}")
@@ -109,18 +105,18 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
         return RemoteModule._of(on, module_rref)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module where it is, and return its result."""
+        """Run the module on its worker, and return its result."""
         return self.module_rref.rpc_sync().__call__(*args, **kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        """Start to run the module where it is, and return a future of its result."""
+        """Start running the module on its worker, and return a future of its result."""
         return self.module_rref.rpc_async().__call__(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Any]]:
         """Return handles of the parameters, for a ``DistributedOptimizer``.
 
         Args:
-            recurse: Whether those of the modules in it are among them.
+            recurse: Whether to include those of submodules.
         """
         rref = self.module_rref
         return rpc_sync(rref.owner(), parameters_of, args=(rref, recurse))  # type: ignore[no-any-return]
@@ -129,14 +125,14 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
         """Return the handle of the module."""
         return self.module_rref
 
+    @override
     def train(self, mode: bool = True) -> RemoteModule:
-        """Have the module train, or not, where it is; return this."""
         rpc_sync(self.module_rref.owner(), set_training, args=(self.module_rref, mode))
         self.training = mode
         return self
 
+    @override
     def eval(self) -> RemoteModule:
-        """Have the module not train, where it is; return this."""
         return self.train(False)
 
     def __getstate__(self) -> Any:
@@ -150,7 +146,6 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    """Return a method that says that there is none of that name."""
     instead = " Please use ``remote_parameters`` instead." if name == "parameters" else ""
 
     def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
@@ -166,11 +161,7 @@ for _name in _REFUSED:
 
 
 def _worker_of(remote_device: str) -> str | int:
-    """Return the worker that has a device, by its name or rank.
-
-    Raises:
-        ValueError: It is not of that form, or the device is no CPU.
-    """
+    """Return the worker of a device, by its name or rank."""
     worker, slash, device = remote_device.partition("/")
     if not worker or "/" in device or (slash and not device):
         raise ValueError(
@@ -189,12 +180,12 @@ def _worker_of(remote_device: str) -> str | int:
 
 
 def take_remote_module(module: RemoteModule, sending: TakeContext) -> list[Any]:
-    """Return what travels in place of one: the handle of the module, and its device."""
+    """Return what travels in place of a ``RemoteModule``: its handle and device."""
     return [module.module_rref, module.device]
 
 
 def build_remote_module(parts: Any, receiving: BuildContext) -> RemoteModule:
-    """Return one of what another rank says; where the module is, is known by the handle."""
+    """Return the ``RemoteModule`` that another rank has sent."""
     match parts:
         case [RRef() as module_rref, "cpu"]:
             return RemoteModule._of(module_rref.owner_name(), module_rref)
@@ -206,7 +197,7 @@ def build_remote_module(parts: Any, receiving: BuildContext) -> RemoteModule:
 
 @exposed
 def make_module(module_cls: Any, args: list[Any], kwargs: dict[str, Any]) -> RRef[Any]:
-    """Make a module on this rank, for another rank."""
+    """Create a module on this rank, for another rank."""
     # Before it is made: not every class that may be an argument may be made.
     made: Any = module_cls
     if not isinstance(module_cls, type) or issubclass(module_cls, nn.Module):
@@ -228,7 +219,7 @@ def parameters_of(module_rref: RRef[Any], recurse: bool) -> list[RRef[Any]]:
 
 @exposed
 def set_training(module_rref: RRef[Any], mode: bool) -> None:
-    """Have a module of this rank train, or not, for another rank."""
+    """Set the training mode of a module of this rank, for another rank."""
     _local_module(module_rref).train(mode)
 
 

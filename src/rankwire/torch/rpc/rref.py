@@ -1,8 +1,8 @@
-"""RRef: a handle of an object on some rank, that can be passed around, asked for and called.
+"""RRef: a handle of an object on some rank.
 
-Every handle that comes from another rank is one that the owner has counted for this rank
-(``owned_objects``), and is released when the Python object is garbage (``handle_updates``). The
-owner's own handles have the object itself, and are not counted.
+The owner has counted every handle that comes from another rank (``owned_objects``); it is released
+when the Python object is garbage (``handle_updates``). The owner's own handles have the object
+itself, and are not counted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class RRef(Generic[T]):
     """A handle of an object, which stays on its owner. Safe from any thread.
 
-    Made from a value, this rank is the owner. ``remote`` makes handles of objects elsewhere. A
-    handle may be an argument or a result of a call; whoever has one can pass it on.
+    A handle made from a value has this rank as its owner. ``remote`` returns handles of objects
+    elsewhere. Handles may be arguments and results of calls.
 
     Args:
         value: The object.
@@ -87,7 +87,7 @@ class RRef(Generic[T]):
             owner: The rank that has the object.
             id: The object's.
             owned: The object, on its owner.
-            giver: The rank that has given it to this one; the owner if not given.
+            giver: The rank that gave it to this one; the owner if not given.
         """
         rref: RRef[Any] = cls.__new__(cls)
         rref._set_up(session, owner, id, owned)
@@ -104,7 +104,7 @@ class RRef(Generic[T]):
     # -- whose it is -------------------------------------------------------------------------------
 
     def is_owner(self) -> bool:
-        """Whether the object is here."""
+        """Whether the object is on this worker."""
         return self._owned is not None
 
     def owner(self) -> WorkerInfo:
@@ -116,7 +116,7 @@ class RRef(Generic[T]):
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to have the object, or to be making it."""
+        """Whether the owner is known to have the object, or to be creating it."""
         return self._creation is None or (
             self._creation.done() and self._creation.exception() is None
         )
@@ -124,7 +124,7 @@ class RRef(Generic[T]):
     # -- the object --------------------------------------------------------------------------------
 
     def local_value(self) -> T:
-        """Return the object itself; waits while it is being made.
+        """Return the object itself; waits while it is being created.
 
         Raises:
             RuntimeError: It is on another worker.
@@ -137,10 +137,10 @@ class RRef(Generic[T]):
         return self._wait_here(self._session.limit(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return the object's value: a copy, or on the owner the object itself.
+        """Return a copy of the object, or on the owner the object itself.
 
         Args:
-            timeout: Seconds; 0 is no limit; -1 is the default one.
+            timeout: Seconds; 0 is no limit, -1 the default.
         """
         session = self._usable("Cannot call to_here() on it after deletion.")
         limit = session.limit(timeout)
@@ -194,12 +194,12 @@ class RRef(Generic[T]):
         return session
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass from the object, a scalar tensor, where it is.
+        """Run the backward pass from the object, a scalar tensor, on its owner.
 
         Args:
-            dist_autograd_ctx_id: The context of distributed autograd that gets the gradients. Only
-                the owner may leave it out; then they are added to ``.grad``.
-            retain_graph: Whether to keep what another pass over the same graph would need.
+            dist_autograd_ctx_id: The distributed autograd context that gets the gradients. Only the
+                owner may leave it out; then they are added to ``.grad``.
+            retain_graph: Whether to keep the graph for another pass.
         """
         if self._owned is not None:
             backward_of(self.local_value(), dist_autograd_ctx_id, retain_graph)
@@ -217,19 +217,18 @@ class RRef(Generic[T]):
     # -- its methods -------------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return the object's methods as functions that call them there and wait for the result."""
+        """Return a proxy whose methods call the object's and wait for the result."""
         return MethodProxy(self, _call_method, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return the object's methods as functions that call them there and return a future."""
+        """Return a proxy whose methods call the object's and return a future."""
         return MethodProxy(self, _start_method, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return the object's methods as functions that return handles of their results."""
+        """Return a proxy whose methods call the object's and return handles of the results."""
         return MethodProxy(self, _make_by_method, timeout)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the object's class, or a future of it."""
         if self._type is None:
             if self._owned is not None:
                 known: torch.futures.Future[type] = torch.futures.Future()
@@ -243,13 +242,11 @@ class RRef(Generic[T]):
         return self._type.wait() if blocking else self._type
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the call that makes the object."""
         if self._creation is None:
             raise RuntimeError("only the worker that called remote() has the future of that call")
         return CallFuture(self._session, self._creation, self._owner, self._creation_limit)
 
     def _serialize(self) -> Any:
-        """Refuse to be pickled, as torch's does outside of calls."""
         return self.__reduce__()
 
     def __reduce__(self) -> Any:
@@ -274,17 +271,17 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Have a function run on a worker, which keeps the result; return a handle of that at once.
+    """Run a function on a worker, which keeps the result; return a handle of it at once.
 
     Safe from any thread. The arguments may be changed when this returns.
 
     Args:
         to: The worker: a name, a rank or a ``WorkerInfo``.
-        func: A function or class that its naming rule lets others reach.
+        func: A function or class that the worker's naming rule allows.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        timeout: Seconds for making the object; 0 is no limit; -1 is the default one. What goes
-            wrong is raised by the first use of the handle.
+        timeout: Seconds for creating the object; 0 is no limit, -1 the default. The first use of
+            the handle raises the error.
     """
     session = current()
     rank = session.rank_of(to)
@@ -304,7 +301,7 @@ def _make(
     kwargs: Mapping[str, Any],
     limit: float,
 ) -> RRef[Any]:
-    """Start a call that makes an object, and return a handle of it."""
+    """Start a call that creates an object, and return a handle of it."""
     id = fork = session.new_id()
     if rank == session.me.id:
         rref = RRef._of(session, rank, id, session.owned.expect(id, rank))
@@ -333,7 +330,7 @@ class MethodProxy:
     Args:
         rref: The object's handle.
         how: Calls a method by name.
-        timeout: Seconds, in torch's way of saying it.
+        timeout: torch's ``timeout`` argument.
     """
 
     __slots__ = ("_how", "_rref", "_timeout")
@@ -379,7 +376,7 @@ def _start_method(
 def _make_by_method(
     rref: RRef[Any], timeout: float, method: str, /, *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """Make an object of a method's result; as with torch, a method that is missing is told now."""
+    """Return a handle of a method's result; as with torch, a missing method raises at once."""
     session = rref._usable("Cannot call its methods after deletion.")
     limit = session.limit(timeout)
     if method not in rref._checked:

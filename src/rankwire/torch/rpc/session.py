@@ -1,8 +1,8 @@
-"""The session: what this process is in the world of RPC between ``init_rpc`` and ``shutdown``.
+"""The session: this process's state in RPC between ``init_rpc`` and ``shutdown``.
 
-One process has at most one. It joins what the other modules need of each other: the agent that
-calls and serves, the workers by name, the rule for names, the owned objects and the handles. It
-knows how a name becomes a function to serve, and nothing of how calls are made (``remote_calls``).
+A process has at most one. It connects the agent, the workers by name, the naming rule, the owned
+objects and the handles. It turns a name into a function to serve; how calls are made is in
+``remote_calls``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NAME = re.compile(r"[\w:-]+", re.ASCII)
 
 
 class WorkerInfo:
-    """A rank and its name. Cannot be changed, so it is safe from any thread.
+    """A rank and its name. Immutable, so safe from any thread.
 
     Args:
         name: Letters, digits, underscores, colons and dashes; shorter than 128.
         id: The rank.
 
     Raises:
-        RuntimeError: It is no such name.
+        RuntimeError: The name is invalid.
     """
 
     __slots__ = ("id", "name")
@@ -95,26 +95,20 @@ class Session:
 
     Args:
         backend: The world; the session closes it.
-        workers: All workers, in the order of their ranks.
+        workers: All workers, ordered by rank.
         rule: Which names others can reach.
-        codec: How values travel.
-        timeout: Seconds for calls without a limit of their own; 0 is none.
-        threads: Calls that are served at once.
+        codec: Encodes and decodes values.
+        timeout: Default timeout of calls in seconds; 0 is no limit.
+        threads: The number of calls that are served at once.
 
     Attributes:
-        backend: The world.
-        agent: Calls and serves.
         me: This worker.
-        ranks: The rank of a name.
-        rule: Which names others can reach.
+        ranks: The rank of each name.
         names: The names of functions that were called.
         owned: The objects of this rank that others hold.
-        news: Tells other ranks of the handles of their objects.
-        watcher: Looks after futures that are waited for in C++.
-        object_server: Serves what other ranks' handles ask for.
-        meetings: Where values of several workers come together.
-        timeout: As given.
-        threads: As given.
+        updates: Tells other ranks of the handles of their objects.
+        watcher: Has replies read for futures that C++ waits for.
+        gatherings: Gathers values of several workers.
     """
 
     def __init__(
@@ -155,11 +149,11 @@ class Session:
     # -- who ---------------------------------------------------------------------------------------
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank that a program means by a name, a rank or a ``WorkerInfo``.
+        """Return the rank that a name, a rank or a ``WorkerInfo`` means.
 
         Raises:
             RuntimeError: There is no such worker.
-            ValueError: It is none of these.
+            ValueError: It is none of these types.
         """
         if isinstance(to, WorkerInfo):
             to = to.id
@@ -177,13 +171,13 @@ class Session:
         raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
     def limit(self, timeout: float) -> float:
-        """Return the seconds that a call has, by torch's way of saying it."""
+        """Return the seconds for a call with torch's ``timeout`` argument."""
         if timeout < 0.0:
             timeout = self.timeout
         return timeout if timeout > 0.0 else math.inf
 
     def new_id(self) -> ObjectId:
-        """Return an id for an object or handle that is made here."""
+        """Return an id for a new object or handle of this rank."""
         return ObjectId(self.me.id, next(self._numbers), secrets.randbits(63))
 
     # -- calls -------------------------------------------------------------------------------------
@@ -191,7 +185,7 @@ class Session:
     def call(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> Any:
-        """Call what is registered or found under a name, and return the result."""
+        """Call a name on a rank and return the result."""
         context = CONTEXT.get()
         if context is not None and context.enlist(rank):
             args = autograd.call_in(context, name, args, kwargs)
@@ -203,10 +197,10 @@ class Session:
     def start(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> RpcFuture[Any]:
-        """Start such a call, and return its future.
+        """Start a call of a name on a rank and return its future.
 
         Raises:
-            RankwireError: Its arguments cannot be sent; all other failures are the future's.
+            RankwireError: The arguments cannot be sent; all other failures end the future.
         """
         context = CONTEXT.get()
         if context is not None and context.enlist(rank):
@@ -219,11 +213,11 @@ class Session:
     # -- functions ---------------------------------------------------------------------------------
 
     def named(self, function: Any) -> Any:
-        """Return the name under which a function travels; the function itself where it is pickled.
+        """Return the name under which a function travels, or the function itself if it is pickled.
 
         Raises:
-            TypeError: It is no function.
-            NameRefusedError: It has no name, and pickles are not allowed.
+            TypeError: It is not callable.
+            NameRefusedError: It has no name, and pickle is not allowed.
         """
         if not callable(function):
             raise TypeError("function should be callable.")
@@ -239,10 +233,10 @@ class Session:
         return name
 
     def function_of(self, name: str) -> Callable[..., Any]:
-        """Return what to run when another rank calls a name; the agent asks this.
+        """Return the function to run when another rank calls a name.
 
         Raises:
-            FunctionNotFoundError: Others cannot call it; it says why.
+            FunctionNotFoundError: Others cannot call it; the text says why.
         """
         try:
             return self.servable(self.rule.find(name))
@@ -250,17 +244,16 @@ class Session:
             raise FunctionNotFoundError(name, reason=error.message) from error
 
     def servable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a server runs for a function: that, or what guards it or waits for it."""
+        """Return a function, or a wrapper that checks its arguments or waits for its future."""
         if is_async(function):
             return answer_later(function)
         return function if self.rule.anything else guarded(function)
 
     def _apply(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a function that came as a name, or as a pickle, with arguments of any name."""
         return self.runnable(function)(*args, **kwargs)
 
     def runnable(self, function: Any) -> Callable[..., Any]:
-        """Return what to run for a function that came as a name, or as a pickle.
+        """Return the function to run for a name or a pickled function.
 
         Raises:
             FunctionNotFoundError: Others cannot call it.
@@ -275,12 +268,12 @@ class Session:
     # -- ending ------------------------------------------------------------------------------------
 
     def activity(self) -> tuple[bool, int]:
-        """Return whether anything is under way here, and the count of calls made and of looks."""
+        """Return whether anything is in progress here, and a count of the calls made so far."""
         in_flight, in_service, count = self.agent.activity()
         return bool(in_flight or in_service) or not self.updates.is_quiet, count
 
     def lose(self, error: PeerLostError) -> None:
-        """Let go of what a lost rank held, and end what waits for it."""
+        """Release what a lost rank held, and fail what waits for it."""
         self.owned.lose(error.peer, error)
         self.gatherings.lose(error.peer, error)
 
@@ -298,7 +291,7 @@ class Session:
 
 
 class _Current:
-    """Where the session of this process is, if there is one."""
+    """Holds the session of this process, if any."""
 
     session: Session | None = None
 
@@ -310,7 +303,7 @@ def current() -> Session:
     """Return this process's session.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: RPC is not initialized.
     """
     session = state.session
     if session is None:

@@ -1,11 +1,14 @@
-"""What travels in torch's RPC beyond what the codec carries: hooks for classes of torch and Python.
+"""Encode what torch programs send: tensors, references, workers, functions and classes.
 
-A dense tensor whose elements lie one after the other travels in the codec's own way. One with other
-strides arrives with these, and one that requires a gradient does so again. Sparse tensors travel
-as their indices and values. Functions, classes and methods of classes travel by name, under the
-same rule as those that are called (``naming_rule``); with pickle, as pickles.
+A contiguous dense tensor is encoded by rankwire's codec. Others keep their strides,
+``requires_grad`` or sparse layout. Functions, classes and class methods travel by name under
+``naming_rule``, or as pickles where these are allowed.
 
-What is built here comes from the wire: every number is checked before torch sees it.
+What is decoded comes from another rank: every number is checked before torch sees it.
+
+The owner counts a handle for the receiving rank before the message leaves; a rank that passes one
+on tells the owner (``handle_updates``). If the message is certain not to leave, that is undone.
+Lock: ``_sent_back_lock`` guards how often a handle was sent to its owner. A leaf.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ _CLASSES: dict[str, type] = {
 
 
 def register_carried(codec: Codec, rule: NamingRule) -> None:
-    """Teach a codec to carry what torch's programs send."""
+    """Register the hooks with a codec."""
     codec.register(torch.Tensor, name="torch.Tensor", take=take_tensor, build=build_tensor)
     codec.register(
         torch.nn.Parameter, name="torch.Parameter", take=_take_parameter, build=_build_parameter
@@ -93,7 +96,7 @@ def take_tensor(tensor: torch.Tensor, sending: TakeContext) -> Any:
 
 
 def build_tensor(parts: Any, receiving: BuildContext) -> torch.Tensor:
-    """Return the tensor that another rank has taken apart."""
+    """Return the tensor that another rank has encoded."""
     match parts:
         case [0, int() as history, torch.Tensor() as dense, list() as strides]:
             tensor = _strided(dense, strides)
@@ -127,7 +130,6 @@ def _with_history(tensor: torch.Tensor, history: int, receiving: BuildContext) -
 
 
 def _take_strided(tensor: torch.Tensor) -> list[Any]:
-    """Return the elements one after the other, and where they are to be put."""
     dense = tensor.detach()
     if dense.is_contiguous() or not _may_have_strides(tensor.shape, tensor.stride()):
         return [_DENSE, _history(tensor), dense.contiguous(), []]
@@ -163,7 +165,7 @@ def _may_have_strides(shape: Any, strides: Any) -> bool:
 
 
 def _take_parameter(parameter: torch.nn.Parameter, sending: TakeContext) -> Any:
-    """Return a parameter in a context as a tensor with a history; any other is the codec's."""
+    """Encode a parameter in a context as a tensor with a history; the codec encodes any other."""
     number = sent(parameter) if parameter.requires_grad else None
     return NotImplemented if number is None else [number, parameter.detach()]
 
@@ -214,7 +216,6 @@ def _is_natural(value: Any) -> bool:
 
 
 def _register_named(codec: Codec, rule: NamingRule) -> None:
-    """Carry functions and classes by name."""
     names = {cls: name for name, cls in _CLASSES.items()}
 
     def take(value: Any, sending: TakeContext) -> str:
@@ -238,7 +239,7 @@ _sent_back_lock = threading.Lock()
 
 
 def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
-    """Return what travels in place of a handle, and see to it that the owner learns of it."""
+    """Return what travels in place of a handle, and count it or tell its owner."""
     session = rref._usable("Cannot call fork an UserRRef after deletion.")
     peer, id = sending.peer, rref._id
     if peer is None:
@@ -256,7 +257,7 @@ def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
 
 
 def build_rref(handle: Any, receiving: BuildContext) -> RRef[Any]:
-    """Return a handle of what another rank says."""
+    """Return the handle that another rank has sent."""
     session, peer = current(), receiving.peer
     if type(handle) is not list or len(handle) != 4 or not all(map(_is_number, handle)):
         raise InvalidMessageError("a handle is four numbers")
