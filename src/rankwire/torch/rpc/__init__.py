@@ -23,7 +23,7 @@ from rankwire.torch.rpc.remote_module import RemoteModule
 from rankwire.torch.rpc.rref import RRef, remote
 from rankwire.torch.rpc.session import WorkerInfo
 
-dist_autograd = autograd  # as programs call torch's module
+dist_autograd = autograd  # torch programs use this name
 _is_current_rpc_agent_set = api._is_current_rpc_agent_set
 _require_initialized = api._require_initialized
 _set_rpc_timeout = api._set_rpc_timeout

@@ -31,7 +31,7 @@ from rankwire.torch.rpc.autograd_engine import Engine
 from rankwire.torch.rpc.autograd_tracking import TrackedCall, Tracking
 from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
 
-_NO_CONTEXT = -1  # as torch says it
+_NO_CONTEXT = -1  # torch's value
 
 
 class _Joined:
@@ -183,14 +183,14 @@ def _release_context(context_id: int) -> None:
     current = CONTEXT.get()
     if current is not None and current.id == context_id:
         CONTEXT.set(None)
-    if _joined is not None:  # else RPC was shut down inside of it
+    if _joined is not None:  # else RPC was shut down inside the block
         _joined.engine.end(context_id)
 
 
 def _current_context() -> Context:
     current = CONTEXT.get()
     if current is None:
-        raise RuntimeError("This thread is in no autograd context: use autograd.context().")
+        raise RuntimeError("This thread has no autograd context: use autograd.context().")
     return current
 
 
@@ -215,7 +215,7 @@ def _get_debug_info() -> dict[str, int]:
     }
 
 
-# These stand in for those of ``torch.distributed.autograd``.
+# These replace the names of ``torch.distributed.autograd``.
 NAMES = {
     "context": context,
     "backward": backward,

@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 COUNTER_BITS = 48
 MAX_COUNT = (1 << COUNTER_BITS) - 1
-MOST_KEPT = 131_072  # for each rank; a program that makes so many calls in one step is unknown
-# A call may come after the end of its context. It must not bring the context back.
+MOST_KEPT = 131_072  # for each rank; no known program makes so many calls in one step
+# A call that arrives after the end of its context must not bring the context back.
 _REMEMBERED = 4096
 
 
-# The context that calls are made in here. It goes along to a thread that carries on a served call.
+# The context of calls made here; a thread that continues a served call inherits it.
 CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", default=None)
 
 
@@ -102,7 +102,7 @@ class Context:
     def enlist(self, rank: int) -> bool:
         """Tell a rank of the end later; return False if the context has already ended."""
         self.peers.add(rank)
-        return not self.is_released  # who ends it sets this first, and then looks who is to be told
+        return not self.is_released  # the ending thread sets this before it reads ``peers``
 
     def message(self, number: int) -> tuple[int, Tensor]:
         """Return the receiver of a message, and the output of its autograd node.
@@ -127,7 +127,7 @@ class Context:
                 known = self._gradients.get(leaf)
                 self._gradients[leaf] = gradient if known is None else known + gradient
 
-    # What torch calls these things, for its own tests and for those who look at a graph.
+    # torch's names, for its tests and for tools that draw graphs.
 
     def _context_id(self) -> int:
         return self.id
@@ -149,8 +149,8 @@ class Contexts:
         self.rank = rank
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
-        # The latest that have ended, in order; and those of which one rank has said so before it
-        # was known here.
+        # The contexts that ended last, in order; and those that ended on one rank before they
+        # were known here.
         self._ended: dict[int, None] = {}
         self._ended_for: dict[tuple[int, int], None] = {}
         self._lost: set[int] = set()

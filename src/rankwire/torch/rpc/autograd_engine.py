@@ -38,7 +38,7 @@ from rankwire.torch.rpc.autograd_pass import Gradients, LocalPass
 from rankwire.torch.rpc.verbs import ADOPT, ARRIVE, END, FAIL, REACH, RUN, register, sender
 
 _GRACE = 1.0
-_MOST_PASSES = 1024  # under way in one context
+_MOST_PASSES = 1024  # in progress in one context
 
 
 class Engine:
@@ -75,7 +75,7 @@ class Engine:
         self._unwatch()
         for context in self._contexts.all():
             self._drop(context, RuntimeError("RPC was shut down during a backward pass"))
-        for thread in list(self._threads):  # they are ending, unless a user's function hangs
+        for thread in list(self._threads):  # they end, unless a user's function hangs
             self._agent.backend.clock.join(thread, _GRACE)
 
     # -- contexts ----------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Engine:
 
         try:
             asked = self._agent.rpc_async(context.maker, ADOPT, context.id)
-        except RankwireError:  # there is no such rank, or it is gone
+        except RankwireError:  # there is no such rank, or it is lost
             self.end(context.id)
         else:
             asked.add_done_callback(end_unless_adopted)
@@ -160,7 +160,7 @@ class Engine:
     def call(self, rank: int, deadline: Deadline, name: str, *args: Any) -> Future[Any]:
         """Call a verb on another rank, as a part of a pass."""
         called = self._agent.rpc_async(rank, name, *args, timeout=deadline.remaining())
-        called.disregard()  # the first failure of a pass is raised, and says what the others would
+        called.disregard()  # only the first failure of a pass is raised
         return called
 
     def _tell(self, rank: int, name: str, *args: Any) -> None:
@@ -184,8 +184,8 @@ class Engine:
         context = self._contexts.get(number)
         if context is None:
             if type(number) is not int or number.bit_length() > 64:
-                raise ValueError("the id of a context is a number of 64 bits")
-            # The call by which this rank would have come to know it may be still on its way.
+                raise ValueError("the id of a context has 64 bits")
+            # The call that introduces the context may still be on its way.
             self._contexts.end_for(number, src)
             return
         if src != context.maker and (context.maker == self.rank or src not in context.callers):
@@ -205,7 +205,9 @@ class Engine:
         part = context.passes.get(number)
         if part is None:
             if len(context.passes) >= _MOST_PASSES:
-                raise RuntimeError(f"{_MOST_PASSES} passes are under way in this context")
+                raise RuntimeError(
+                    f"{_MOST_PASSES} backward passes are in progress in this context"
+                )
             part = self._open(context, number, Deadline(math.inf, self._agent.backend.clock))
         return part.reach_from(messages)
 
@@ -222,14 +224,14 @@ class Engine:
             outcome: BaseException | None = None
             try:
                 part.run(retain_graph=retain_graph)
-            except BaseException as error:  # whatever a user's function raised: the caller's now
+            except BaseException as error:  # of a user's function: passed to the caller
                 outcome = error
             context.passes.pop(number, None)
             self._threads.discard(threading.current_thread())
             if over.set_running_or_notify_cancel():
                 over.set_exception(outcome) if outcome else over.set_result(None)
 
-        # A thread of its own: it waits for other calls, which may need all of the agent's workers.
+        # Not a worker: it waits for other calls, which may need all of the agent's workers.
         thread = threading.Thread(target=run, name="rankwire-backward", daemon=True)
         self._threads.add(thread)
         thread.start()
@@ -261,7 +263,7 @@ class _Conducted:
         self._context = context
         self._number = number
         self._own = own
-        self._ranks: set[int] = set()  # the others that take part
+        self._ranks: set[int] = set()  # the other ranks that take part
         self._parts: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._failure: tuple[int, BaseException] | None = None
@@ -325,7 +327,7 @@ class _Conducted:
         assert self._failure is not None
         rank, cause = self._failure
         if not isinstance(error, Exception) or not self._ranks:
-            return error  # an interrupt; or no other rank is concerned
+            return error  # an interrupt, or no other rank takes part
         told = RuntimeError(f"Error on Node {rank}: {_text_of(cause)}")
         told.__cause__ = cause
         return told

@@ -37,11 +37,11 @@ from rankwire.torch.rpc.autograd_contexts import HERE, Context
 from rankwire.torch.rpc.autograd_tracking import ANCHOR, Received
 
 Gradients = Sequence[Tensor | None]
-# A message by its sender and number, and gradients of its tensors for the sender.
+# Sends the gradients of a message's tensors to its sender: ``deliver(sender, number, gradients)``.
 Deliver = Callable[[int, int, Gradients], Future[None]]
 
 _LEAF = torch._C._functions.AccumulateGrad
-_WAITS = 0  # the sequence number of nodes that wait
+_WAITS = 0  # the sequence number of waiting nodes
 
 
 class Awaited(Function):  # type: ignore[misc]
@@ -75,11 +75,11 @@ class LocalPass:
         self._roots = roots
         self._seen: set[Any] = set()
         self._leaves: list[Tensor] = []
-        self._awaited: dict[int, Tensor] = {}  # messages that take part, and what stands for them
+        self._awaited: dict[int, Tensor] = {}  # messages that take part, with their node's output
         self._deliveries: list[Future[None]] = []
         self._changed = SafeCondition()
         self._arrived: dict[int, Gradients] = {}
-        self._unanswered: set[int] = set()  # of those that are awaited
+        self._unanswered: set[int] = set()  # awaited messages without gradients
         self._is_begun = False
         self._failure: BaseException | None = None
 
@@ -146,7 +146,7 @@ class LocalPass:
             )
         finally:
             HERE.running = None
-        for delivery in self._deliveries:  # before the user may change the memory
+        for delivery in self._deliveries:  # before the user can change the memory
             delivery.result()
         found = {
             leaf: gradient

@@ -27,9 +27,9 @@ from rankwire.errors import InvalidMessageError
 from rankwire.override import override
 from rankwire.torch.rpc.autograd_contexts import HERE, Context, Contexts, inside
 
-_NUMBERED = "numbered tensors"  # among the notes of a message
+_NUMBERED = "numbered tensors"  # a key of a message's notes
 
-# Without an input that requires a gradient torch records no node.
+# torch records no node without an input that requires a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)
 
 
@@ -56,7 +56,7 @@ class Received(Function):  # type: ignore[misc]
     def forward(ctx: Any, peer: int, number: int, anchor: Tensor, *tensors: Tensor) -> Any:
         ctx.peer, ctx.number = peer, number
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors)  # so that they stay where they are in the message
+        ctx.mark_dirty(*tensors)  # modified in place: they stay in the message
         return tensors
 
     @staticmethod
@@ -64,14 +64,14 @@ class Received(Function):  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         if HERE.running is None:
             raise RuntimeError(
-                f"a gradient has come to a tensor from rank {ctx.peer}: gradients go over ranks by "
+                f"a gradient reached a tensor from rank {ctx.peer}: run the backward pass by "
                 "torch.distributed.autograd.backward(context_id, [loss]), not by loss.backward()"
             )
         HERE.running.leave(ctx.peer, ctx.number, gradients)
         return (None, None, None, *(None for _ in gradients))
 
 
-# By this name tools that draw graphs know the node, and torch's own tests.
+# Tools that draw graphs and torch's tests know the node by this name.
 Received._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 
 
@@ -107,7 +107,7 @@ class Outgoing:
         """Create a node for the tensors, if there are any."""
         HERE.outgoing = None
         if self.tensors and not self.context.is_released:
-            with torch.enable_grad():  # also if the user has no_grad: the tensors require gradients
+            with torch.enable_grad():  # also inside the user's no_grad
                 handle = Sent.apply(self.number, *self.tensors)
             self.context.sent[self.number] = self.peer, handle
 
@@ -147,7 +147,7 @@ def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
         number: The result of ``sent`` at the sender.
         receiving: The message that it came in.
     """
-    # Of several outputs of a node none may be a view, as which a tensor may come from the codec.
+    # No output of a node may be a view; a tensor from the codec may be one.
     kept = tensor.data if tensor._is_view() else tensor
     receiving.notes.setdefault(_NUMBERED, {})[number] = kept
     return kept
@@ -195,7 +195,7 @@ class Tracking:
         return [result.context.id, result.value, outgoing]
 
     def _begin(self, context: Context, sending: TakeContext, *, is_result: bool) -> Outgoing:
-        assert sending.peer is not None  # calls and results are for one rank
+        assert sending.peer is not None  # calls and results go to one rank
         number = self._contexts.next_message()
         HERE.outgoing = outgoing = Outgoing(context, number, sending.peer, is_result)
         sending.undo(outgoing.withdraw)

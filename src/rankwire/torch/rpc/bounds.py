@@ -39,7 +39,7 @@ class ResultLimits:
     bits = 1 << 16
 
 
-# Not float8: hardly any function computes with it.
+# Not float8: hardly any function supports it.
 _DTYPES = frozenset(getattr(torch, name) for name in CODES if not name.startswith("float8"))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float, complex)
@@ -48,8 +48,8 @@ _SEQUENCES = (list, tuple, torch.Size)
 _CONTAINERS = (*_SEQUENCES, set, frozenset)
 _MAX_DEPTH = 32
 
-# Not "out", which writes; not "device", "layout", "names" and "memory_format", which choose another
-# kernel; not "rounding_mode": torch.div(-2**63, -1, rounding_mode="trunc") ends the process.
+# Not "out", which writes; not "device", "layout", "names", "memory_format", which select other
+# kernels; not "rounding_mode": torch.div(-2**63, -1, rounding_mode="trunc") ends the process.
 _KEYWORDS = frozenset(
     (
         *("alpha", "atol", "axis", "chunks", "condition", "copy", "descending", "dim", "dim0"),

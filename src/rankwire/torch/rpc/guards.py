@@ -70,9 +70,9 @@ _OF_CONTAINERS: dict[type, dict[Check, tuple[str, ...]]] = {
         ),
     },
 }
-# The functions of torch's table that tensors have as methods, and these. Nothing that changes the
-# sizes or the memory of a tensor (resize_, set_, t_, a sparse add_): another thread may be reading
-# it. Not indices(), which would let others write into what a sparse tensor relies on.
+# In addition to the methods of the same names as functions in torch's table. None that changes
+# sizes or memory of a tensor (resize_, set_, t_, a sparse add_): another thread may be reading it.
+# Not indices(), by which others could write into the indices of a sparse tensor.
 _OF_TENSORS: dict[Check, tuple[str, ...]] = {
     bounds.broadcast_sparse: ("clone", "coalesce", "detach", "dim", "is_coalesced", "size", "sum"),
     bounds.dense: ("to_dense",),
@@ -88,8 +88,7 @@ _OF_MODULES = frozenset((
     "named_modules", "named_parameters", "parameters", "requires_grad_", "state_dict", "train",
     "zero_grad",
 ))
-# Not load_state_dict and add_param_group: the kernels that update parameters at once ("fused") do
-# not look at the sizes of what they are given.
+# Not load_state_dict and add_param_group: fused kernels do not check sizes.
 _OF_OPTIMIZERS = frozenset(("state_dict", "step", "zero_grad"))
 # fmt: on
 
@@ -106,7 +105,7 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
     if name.startswith("_") and name not in _DUNDERS:
         raise NameRefusedError(f"the method {name!r} is private")
     cls = type(value)
-    # What calling a module runs is its forward, so it is as callable as that.
+    # Calling a module runs its forward, so the same rule applies.
     sought = "forward" if name == "__call__" and isinstance(value, torch.nn.Module) else name
     owner, raw = _defined(cls, sought)
     if name in getattr(value, "__dict__", ()):
@@ -125,7 +124,7 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
             )
     bound = (raw if sought == name else _defined(cls, name)[1]).__get__(value, cls)
     if not callable(bound):
-        raise NameRefusedError(f"{name!r} is no method")
+        raise NameRefusedError(f"{name!r} is not a method")
     return bound if check is None else partial(_checked, check, value, bound)
 
 
@@ -148,7 +147,7 @@ def _defined(cls: type, name: str) -> tuple[type, Any]:
 def _any_method(value: object, name: str) -> Callable[..., Any]:
     found = getattr(value, name)
     if not callable(found):
-        raise NameRefusedError(f"{name!r} is no method")
+        raise NameRefusedError(f"{name!r} is not a method")
     return found  # type: ignore[no-any-return]
 
 

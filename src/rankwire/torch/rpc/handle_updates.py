@@ -39,12 +39,12 @@ _log = logging.getLogger("rankwire")
 
 _RELEASED, _PASSED_ON, _NOT_MADE = 0, 1, 2
 
-# What is told of one object: which of the three, its id, and two more numbers.
-News = tuple[int, int, int, int, int, int]
+# One update: its kind, the object's id, and two more numbers.
+Update = tuple[int, int, int, int, int, int]
 _STOP = -1
 
 _GONE = (PeerLostError, ChannelClosedError)
-# With these a call may end that has not begun. If it has, the owner takes no notice.
+# A call that ends with one of these may not have begun. If it has, the owner ignores the update.
 _REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCancelledError)
 
 
@@ -59,8 +59,8 @@ class HandleUpdates:
 
     def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
-        self._queue: queue.SimpleQueue[tuple[int, News | None]] = queue.SimpleQueue()
-        self._unsent: dict[int, list[News]] = defaultdict(list)
+        self._queue: queue.SimpleQueue[tuple[int, Update | None]] = queue.SimpleQueue()
+        self._unsent: dict[int, list[Update]] = defaultdict(list)
         self._in_flight: set[int] = set()
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
@@ -104,7 +104,7 @@ class HandleUpdates:
         if isinstance(creation.failure, _GONE):
             creation.disregard()
         elif isinstance(creation.failure, _REFUSALS):
-            with suppress(IndexError):  # told before
+            with suppress(IndexError):  # already told
                 untold.pop()
                 self._not_made(owner, id)
 
@@ -118,33 +118,33 @@ class HandleUpdates:
 
     def _run(self) -> None:
         while True:
-            owner, news = self._queue.get()
+            owner, update = self._queue.get()
             if owner == _STOP:
                 return
-            if news is None:
+            if update is None:
                 self._in_flight.discard(owner)
             else:
-                self._unsent[owner].append(news)
-            if self._queue.empty():  # take together what there is
+                self._unsent[owner].append(update)
+            if self._queue.empty():  # send all updates in one message
                 self._send()
 
     def _send(self) -> None:
         for owner in [owner for owner in self._unsent if owner not in self._in_flight]:
-            news = self._unsent.pop(owner)
+            updates = self._unsent.pop(owner)
             self._in_flight.add(owner)
-            told = self._agent.rpc_async(owner, TELL, news, timeout=math.inf)
+            told = self._agent.rpc_async(owner, TELL, updates, timeout=math.inf)
             told.add_done_callback(partial(self._told, owner))
 
     def _told(self, owner: int, call: Future[Any]) -> None:
         error = None if call.cancelled() else call.exception()
         if isinstance(error, RemoteError):
-            _log.warning("rank %d does not take what it is told of handles: %s", owner, error)
-        elif error is not None:  # it is gone, and so is what it owned; or this rank is closed
-            _log.debug("rank %d was not told of handles: %s", owner, error)
+            _log.warning("rank %d refused updates of handles: %s", owner, error)
+        elif error is not None:  # the owner is lost, or this rank is closed
+            _log.debug("rank %d did not get updates of handles: %s", owner, error)
         self._queue.put((owner, None))
 
 
-def apply_updates(objects: OwnedObjects, src: int, world_size: int, news: list[Any]) -> None:
+def apply_updates(objects: OwnedObjects, src: int, world_size: int, updates: list[Any]) -> None:
     """Apply another rank's updates to the counts of this rank's objects.
 
     A refused update does not stop the others: that rank may hold a handle of nothing.
@@ -155,9 +155,9 @@ def apply_updates(objects: OwnedObjects, src: int, world_size: int, news: list[A
         OverloadedError: It refers to too many objects that do not exist yet.
     """
     refusal: Exception | None = None
-    for kind, creator, number, key, first, second in news:
+    for kind, creator, number, key, first, second in updates:
         if not all(type(part) is int for part in (creator, number, key, first, second)):
-            raise ValueError("news of handles are numbers")
+            raise ValueError("updates of handles are numbers")
         id = ObjectId(creator, number, key)
         try:
             if kind == _RELEASED and second >= 0:
@@ -167,7 +167,7 @@ def apply_updates(objects: OwnedObjects, src: int, world_size: int, news: list[A
             elif kind == _NOT_MADE and creator == src:
                 objects.not_made(id)
             else:
-                raise ValueError(f"there is no such news of handles: {kind!r}")
+                raise ValueError(f"invalid update of a handle: {kind!r}")
         except (PermissionError, OverloadedError) as error:
             refusal = refusal or error
     if refusal is not None:

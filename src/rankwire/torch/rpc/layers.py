@@ -28,7 +28,7 @@ from rankwire.torch.rpc.bounds import (
     tensors_in,
 )
 
-_Bound = Callable[[Any, Args], tuple[float, float]]  # elements and multiplications at most
+_Bound = Callable[[Any, Args], tuple[float, float]]  # most elements and multiplications
 
 
 def _rows(x: torch.Tensor) -> int:
@@ -55,7 +55,7 @@ def _same(layer: Any, args: Args) -> tuple[float, float]:
 
 
 # fmt: off
-# Neither EmbeddingBag nor GroupNorm: with hostile inputs they end the process.
+# Not EmbeddingBag and GroupNorm: hostile inputs crash the process.
 _MADE: dict[_Bound, tuple[str, ...]] = {
     _linear: ("Linear",),
     _embedding: ("Embedding",),
@@ -94,7 +94,7 @@ def _made() -> frozenset[int]:
 
 def is_layer(target: object) -> bool:
     """Tell whether an object is the class of a layer that another rank may create."""
-    return id(target) in _made()  # and no metaclass of anyone's is asked
+    return id(target) in _made()  # by id: no metaclass runs
 
 
 def is_run(target: object) -> bool:

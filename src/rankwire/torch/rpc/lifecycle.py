@@ -35,10 +35,10 @@ from rankwire.torch.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from rankwire.torch.rpc.naming_rule import NamingRule
 from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from rankwire.torch.rpc.session import Session, WorkerInfo, current, state
-from rankwire.torch.rpc.torch_codec import register_carried
+from rankwire.torch.rpc.torch_codec import register_hooks
 from rankwire.torch.torch_rendezvous import form_world, register_launchers, take_formed
 
-# For forming a world of a program without a limit of its own: as long as a process group has.
+# For forming a world without a given timeout: that of a process group.
 _LONGEST_JOIN = 1800.0
 
 _times_initialized = itertools.count()
@@ -94,7 +94,7 @@ def init_rpc_in(
     """Join the workers that share a store of torch's; otherwise as ``init_rpc``."""
     options = _check_options(backend, rpc_backend_options)
     if not world_size:
-        raise RuntimeError("the number of workers has to be known: world_size")
+        raise RuntimeError("world_size is required")
     size = world_size
     _start(name, options, lambda: _form_in(store, rank, size, _patience(options)), None, None)
 
@@ -108,7 +108,7 @@ def _start(
 ) -> None:
     allow = Defaults.allow if allow is None else allow
     pickle = Defaults.pickle if pickle is None else pickle
-    me = WorkerInfo(name, 0)  # for its checks
+    me = WorkerInfo(name, 0)  # checks the name
     with _lock:
         if state.session is not None:
             raise RuntimeError("RPC is already initialized")
@@ -146,7 +146,7 @@ def _form(options: RpcBackendOptions, rank: int, world_size: int | None) -> TcpB
     register_launchers()
     timeout = _patience(options)
     size = -1 if world_size is None else world_size
-    # As an attribute of its package it is a function of the same name.
+    # Not by attribute: ``torch.distributed.rendezvous`` is a function of the same name.
     rendezvous = import_module("torch.distributed.rendezvous").rendezvous
     store, rank, size = next(rendezvous(options.init_method, rank, size, timeout=timeout))
     return take_formed(rank, size) or _form_in(store, rank, size, timeout)
@@ -195,10 +195,10 @@ def _begin(
         timeout=options.rpc_timeout,
         threads=options.num_worker_threads,
     )
-    register_carried(codec, rule)
+    register_hooks(codec, rule)
     world.on_peer_lost(session.lose)
     replacements.put_in_place()
-    state.session = session  # before others may call what asks for it
+    state.session = session  # before others can call functions that need it
     world.barrier()
 
 
@@ -213,7 +213,7 @@ _GRACE = 5.0
 _LOOK_EVERY = 0.002
 _GONE = (PeerLostError, ChannelClosedError)
 
-# By rank: whether anything is under way there, and the number of calls that it has made.
+# By rank: whether anything is in progress there, and its number of calls.
 Told = dict[int, tuple[bool, int]]
 
 _codec = Codec()
@@ -301,8 +301,8 @@ class _Farewell:
         lowest = min(set(range(self._backend.world_size)) - self._gone)
         return self._lead(own) if lowest == self._backend.rank else self._follow(lowest, own)
 
-    # Two ranks have one sequence of messages between them, of which the lower rank is the leader.
-    # When a leader is gone, all begin with the next one. So both sides are at the same look.
+    # Two ranks exchange one sequence of messages, led by the lower rank. When a leader is lost, all
+    # start again with the next one. So both sides are in the same round.
 
     def _follow(self, leader: int, own: tuple[bool, int]) -> Told:
         try:

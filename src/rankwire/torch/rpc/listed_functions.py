@@ -31,7 +31,7 @@ from rankwire.torch.rpc.bounds import Check
 # fmt: off
 _OF_TORCH: dict[Check, tuple[str, ...]] = {
     bounds.broadcast_sparse: ("add",),
-    # One element of the result for each of the tensors, broadcast; or fewer.
+    # At most one element of the result for each of the broadcast tensors.
     bounds.broadcast: (
         "abs", "all", "allclose", "any", "argmax", "argmin", "clamp", "clone", "cos", "div", "eq",
         "equal", "exp", "flatten", "ge", "gt", "le", "log", "log_softmax", "lt", "max", "maximum",
@@ -45,8 +45,8 @@ _OF_TORCH: dict[Check, tuple[str, ...]] = {
     bounds.multiplied: ("bmm", "dot", "matmul", "mm", "mv"),
     bounds.sized: ("ones", "rand", "randn", "zeros"),
 }
-# Not pow, << and range, which make much of little; nor bytes, of a number; nor sum, which may add a
-# long int as often as there are others.
+# Not pow, <<, range and bytes, whose results can be large; nor sum, which may add a long int as
+# often as there are others.
 _OF_BUILTINS: dict[Check, tuple[str, ...]] = {
     bounds.plain: ("bool", "float", "int", "len", "max", "min"),
     bounds.numbers: ("abs",),
@@ -108,4 +108,4 @@ def _checks() -> dict[int, Check]:
 
 def check_of(function: Any) -> Check | None:
     """Return the check of a function in the table, else None."""
-    return _checks().get(id(function))  # and no metaclass of anyone's is asked
+    return _checks().get(id(function))  # by id: no metaclass runs

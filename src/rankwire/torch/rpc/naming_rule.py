@@ -37,11 +37,11 @@ from rankwire.torch.rpc.listed_functions import check_of, listed_functions, name
 
 MAIN = "__main__"
 DECORATED = "decorated"
-# What processes that multiprocessing has spawned call the same module.
+# The same module in processes that multiprocessing has spawned.
 _SPAWNED_MAIN = "__mp_main__"
 _MAX_NAME = 1024
 _MAX_KNOWN = 4096
-# Run as a program, they would make their whole package that of the program.
+# Run with ``-m``, they would open their whole package as the program's.
 _NO_PROGRAMS = frozenset((*sys.stdlib_module_names, "numpy", "pytest", "rankwire", "torch"))
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper)
@@ -49,7 +49,7 @@ _HOW_TO_ALLOW = (
     "To allow it on purpose, decorate it with @rankwire.torch.rpc.exposed, or name it: "
     "init_rpc(..., allow=[{allowed!r}])"
 )
-# Their constructors do nothing with what they are given.
+# Their constructors do not use their arguments.
 _CONSTRUCTORS = (object, type, torch.nn.Module, enum.Enum, enum.EnumMeta)
 # Their __init__ uses the arguments, their __new__ does not.
 _IDLE_NEW = (dict, list, set)
@@ -120,7 +120,7 @@ class NamingRule:
         """Return the class that a name means, or raise ``NameRefusedError``."""
         found = self.find(name)
         if not isinstance(found, type):
-            raise NameRefusedError(f"{name!r} is no class")
+            raise NameRefusedError(f"{name!r} is not a class")
         return found
 
     def allows_methods_of(self, cls: type) -> bool:
@@ -161,7 +161,7 @@ class NamingRule:
             self._check_origin(name, target, module_name, owner_of_key, key)
             if depth < len(path) - 1:
                 if not isinstance(target, type):
-                    raise self._refusal(name, f"{key!r} is no class", module_name)
+                    raise self._refusal(name, f"{key!r} is not a class", module_name)
                 place, owner = vars(target), target
         self._check_target(name, target, owner, module_name)
         return _Known(tuple(steps), target)
@@ -169,7 +169,7 @@ class NamingRule:
     def _check_key(self, name: str, key: str) -> None:
         if not key.isidentifier():
             raise NameRefusedError(
-                f"{name!r} is no name of a function: it must be at the top of a module or class"
+                f"{name!r} is not the name of a function at the top of a module or class"
             )
         if key.startswith("__") and not self.anything:
             raise NameRefusedError(f"{name!r} is private: {key!r} begins with two underscores")
@@ -194,7 +194,7 @@ class NamingRule:
     def _check_target(self, name: str, target: Any, owner: type | None, module_name: str) -> None:
         if self.anything:
             if not callable(target):
-                raise NameRefusedError(f"{name!r} is no function")
+                raise NameRefusedError(f"{name!r} is not a function")
             return
         plain = target.__func__ if isinstance(target, types.MethodType) else target
         if name in self._single or is_exposed(plain):
@@ -255,7 +255,7 @@ def name_of(function: Any) -> str:
     """
     try:
         listed = names_of_listed().get(function)
-    except TypeError:  # it has no hash
+    except TypeError:  # not hashable
         listed = None
     if listed is not None:
         return listed

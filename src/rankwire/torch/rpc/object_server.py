@@ -46,7 +46,7 @@ class ObjectServer:
         self._session = session
         self._owned = session.owned
         self._lock = threading.Lock()
-        self._waiting_room: ThreadPoolExecutor | None = None
+        self._method_threads: ThreadPoolExecutor | None = None
         ways: dict[str, Callable[..., Any]] = {
             MAKE: self.make,
             MAKE_BY_METHOD: self.make_by_method,
@@ -63,8 +63,8 @@ class ObjectServer:
     def close(self) -> None:
         """Run no more methods of objects that are still being created."""
         with self._lock:
-            if self._waiting_room is not None:
-                self._waiting_room.shutdown(wait=False, cancel_futures=True)
+            if self._method_threads is not None:
+                self._method_threads.shutdown(wait=False, cancel_futures=True)
 
     # -- what is served ----------------------------------------------------------------------------
 
@@ -135,9 +135,9 @@ class ObjectServer:
 
         return run() if owned.is_ready else self._once_ready(owned, run)
 
-    def apply_updates(self, news: list[Any]) -> None:
+    def apply_updates(self, updates: list[Any]) -> None:
         """Apply the sender's updates of handles."""
-        apply_updates(self._owned, sender(), len(self._session.workers), news)
+        apply_updates(self._owned, sender(), len(self._session.workers), updates)
 
     def _find(self, creator: int, number: int, key: int) -> OwnedObject:
         """Return an object that the sender has a handle of; it may not be ready."""
@@ -148,7 +148,7 @@ class ObjectServer:
     def _begin(self, creator: int, number: int, key: int) -> OwnedObject:
         src = sender()
         if creator != src:
-            raise PermissionError(f"rank {src} cannot make objects of rank {creator}")
+            raise PermissionError(f"rank {src} cannot create objects of rank {creator}")
         return self._owned.begin(_id(creator, number, key))
 
     def _make(self, owned: OwnedObject, make: Callable[[], Any]) -> Future[Any] | None:
@@ -201,11 +201,11 @@ class ObjectServer:
     def _once_ready(self, owned: OwnedObject, do: Callable[[], Any]) -> Future[Any]:
         """Return a future of an action that another thread runs once an object is ready."""
         done: Future[Any] = Future()
-        context = copy_context()  # what it calls is part of the call that is being served
+        context = copy_context()  # its calls belong to the call that is served
 
         def run() -> None:
             if not done.set_running_or_notify_cancel():
-                return  # whoever asked does not want it any more
+                return  # the caller has cancelled it
             try:
                 result = context.run(do)
             except BaseException as error:
@@ -216,16 +216,16 @@ class ObjectServer:
             else:
                 done.set_result(result)
 
-        self._wait_for(owned).add_done_callback(lambda _: self._room().submit(run))
+        self._wait_for(owned).add_done_callback(lambda _: self._executor().submit(run))
         return done
 
-    def _room(self) -> ThreadPoolExecutor:
+    def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
-            if self._waiting_room is None:
-                self._waiting_room = ThreadPoolExecutor(
+            if self._method_threads is None:
+                self._method_threads = ThreadPoolExecutor(
                     self._session.threads, thread_name_prefix="rankwire methods"
                 )
-            return self._waiting_room
+            return self._method_threads
 
 
 def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:
@@ -237,5 +237,5 @@ def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:
 
 def _id(creator: int, number: int, key: int) -> ObjectId:
     if not all(type(part) is int for part in (creator, number, key)):
-        raise ConfigurationError("an object's name is three numbers")
+        raise ConfigurationError("an object's id is three numbers")
     return ObjectId(creator, number, key)

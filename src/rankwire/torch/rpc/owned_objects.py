@@ -30,8 +30,8 @@ from weakref import WeakValueDictionary
 
 from rankwire.errors import ConfigurationError, OverloadedError
 
-# For each rank. A rank has 1,024 calls to another one in flight at most, so an honest one comes to
-# this if it uses handles of 16 ranks all of whose calls are still on their way.
+# For each rank. A rank has at most 1,024 calls to another one in flight, so an honest one reaches
+# this with handles of 16 ranks whose calls are all still on their way.
 MOST_EXPECTED = 16_384
 
 _NEVER_MADE = (
@@ -108,7 +108,7 @@ class OwnedObject:
         self.value, self.error = value, error
         self.is_expected = False
         self.is_ready = True
-        while self._waiters:  # whoever adds himself looks afterwards whether it is ready
+        while self._waiters:  # ``when_ready`` checks again after it adds a waiter
             _settle(self._waiters.pop(), self)
 
     def when_ready(self) -> Future[Any]:
@@ -142,11 +142,10 @@ class OwnedObjects:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        # Both by creator and number. ``_own`` has those that handles of this rank itself have, for
-        # as long as they have them.
+        # Both by creator and number. ``_own`` has those of this rank's own handles.
         self._objects: dict[_Place, OwnedObject] = {}
         self._own: WeakValueDictionary[_Place, OwnedObject] = WeakValueDictionary()
-        self._expected: dict[ObjectId, OwnedObject] = {}  # by the whole id, as they were asked for
+        self._expected: dict[ObjectId, OwnedObject] = {}  # by the whole id
         self._claims: Counter[int] = Counter()
         self._lost: dict[int, BaseException] = {}
 
@@ -203,7 +202,7 @@ class OwnedObjects:
         with self._lock:
             owned = None if rank in self._lost else self._find(id, rank)
             if owned is not None and giver in self._lost and owned.held[giver, rank] <= 0:
-                return  # that it was given will not be told any more
+                return  # the lost giver's update will not come
             if owned is None and self._may_be_untold(id, rank, giver):
                 owned = self._expect(id, rank)
             if owned is not None:

@@ -22,7 +22,7 @@ from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.session import current
 
 _CPU = "cpu"
-# What torch's refuses, and what torch has in the same manner since: here is nothing to work on.
+# What torch's class refuses, and newer methods of that kind: there are no local parameters.
 _REFUSED = (
     *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double"),
     *("extra_repr", "float", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers"),
@@ -198,7 +198,7 @@ def build_remote_module(parts: Any, receiving: BuildContext) -> RemoteModule:
 @exposed
 def make_module(module_cls: Any, args: list[Any], kwargs: dict[str, Any]) -> RRef[Any]:
     """Create a module on this rank, for another rank."""
-    # Before it is made: not every class that may be an argument may be made.
+    # Check first: not every class that may be sent may be instantiated.
     made: Any = module_cls
     if not isinstance(module_cls, type) or issubclass(module_cls, nn.Module):
         made = current().servable(module_cls)(*args, **kwargs)
@@ -226,5 +226,5 @@ def set_training(module_rref: RRef[Any], mode: bool) -> None:
 def _local_module(module_rref: RRef[Any]) -> nn.Module:
     module = module_rref.local_value()
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{type(module).__name__} is no module of this rank")
+        raise TypeError(f"{type(module).__name__} is not a module of this rank")
     return module

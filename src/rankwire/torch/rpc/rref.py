@@ -63,7 +63,7 @@ class RRef(Generic[T]):
         self._owned = owned
         if owned is not None:
             session.owned.keep_own(owned)
-        self._fork = id  # for messages alone
+        self._fork = id  # only for texts
         self._creation: RpcFuture[Any] | None = None
         self._creation_limit = 0.0
         self._giver = owner
@@ -151,7 +151,7 @@ class RRef(Generic[T]):
         try:
             return session.call(self._owner, FETCH, self._id, {}, limit)  # type: ignore[no-any-return]
         except RankwireError as error:
-            self._raise_if_not_made()  # it may be known by now, and says more
+            self._raise_if_not_made()  # its error says more, if it is known by now
             raise translated(error, session, self._owner, limit) from error
 
     def _wait_here(self, limit: float) -> Any:
@@ -352,7 +352,7 @@ def _call_method(rref: RRef[Any], timeout: float, method: str, /, *args: Any, **
     try:
         return session.call(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
     except RankwireError as error:
-        rref._raise_if_not_made()  # it may be known by now, and says more
+        rref._raise_if_not_made()  # its error says more, if it is known by now
         raise translated(error, session, rref._owner, limit) from error
 
 
@@ -383,7 +383,11 @@ def _make_by_method(
         try:
             session.call(rref._owner, CHECK, (*rref._id, method), {}, limit)
             rref._checked.add(method)
-        except (ConnectionError, TimeoutError, OverloadedError) as error:  # the handle says so
+        except (
+            ConnectionError,
+            TimeoutError,
+            OverloadedError,
+        ) as error:  # the handle's use raises it
             _log.debug("rank %d was not asked for %r: %s", rref._owner, method, error)
         except RankwireError as error:
             raise translated(error, session, rref._owner, limit) from error

@@ -190,7 +190,7 @@ class Session:
         if context is not None and context.enlist(rank):
             args = autograd.call_in(context, name, args, kwargs)
             name, kwargs = CALL_IN_CONTEXT, {}
-        elif "timeout" in kwargs:  # the agent has one of its own
+        elif "timeout" in kwargs:  # the name of the agent's own argument
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
         return self.agent.rpc_sync(rank, name, *args, timeout=limit, **kwargs)
 
@@ -261,7 +261,7 @@ class Session:
         if isinstance(function, str):
             return self.agent.lookup(function) or self.function_of(function)
         if not self.agent.codec.allows_pickle:
-            # Not all that may be an argument may be called: torch.Tensor(9) is memory as it was.
+            # Not everything that may be sent may be called: torch.Tensor(9) shows old memory.
             raise FunctionNotFoundError(f"{function!r:.200}", reason="it did not come as a name")
         return self.servable(function)
 

@@ -36,7 +36,7 @@ from rankwire.torch.rpc.remote_module import (
 from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.session import WorkerInfo, current
 
-# A tensor with larger gaps arrives without: nobody wants memory for what is not there.
+# A tensor with larger gaps arrives without them, to save memory.
 _MOST_GAPS = 16
 _SPARE_ELEMENTS = 1024
 _MAX_NDIM = 32
@@ -50,7 +50,7 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def register_carried(codec: Codec, rule: NamingRule) -> None:
+def register_hooks(codec: Codec, rule: NamingRule) -> None:
     """Register the hooks with a codec."""
     codec.register(torch.Tensor, name="torch.Tensor", take=take_tensor, build=build_tensor)
     codec.register(
@@ -143,7 +143,7 @@ def _strided(dense: torch.Tensor, strides: list[Any]) -> torch.Tensor:
         raise InvalidMessageError("malformed strides of a tensor")
     if not _may_have_strides(dense.shape, strides):
         raise InvalidMessageError("a tensor with gaps that are too large, or that overlaps itself")
-    # Zeros in the gaps: as_strided() would show what the memory held before.
+    # Zeros in the gaps: as_strided() would show old memory.
     reach = 1 + sum(
         stride * (extent - 1) for stride, extent in zip(strides, dense.shape, strict=True)
     )
