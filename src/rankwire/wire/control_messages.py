@@ -1,10 +1,8 @@
-"""What coordinator and members say to each other on a control connection. Pure: values and bytes.
+"""The messages between coordinator and members on a control connection.
 
-``pack`` and ``unpack`` are mirrors; a message travels as the payload of one frame on the control
-channel. What a frame may hold is limited by who sends it: a member has little to say, and what a
-coordinator says grows with the world. No message is a map that the sender chooses the keys of.
-Texts are made short and harmless when they are unpacked, as a peer may say anything; they are
-short already if the peer is honest.
+Each travels as the payload of one frame on the control channel. A member's messages are short; the
+coordinator's grow with the world. No message is a map whose keys the sender chooses. ``unpack``
+makes texts short and printable, whatever the peer wrote.
 """
 
 from __future__ import annotations
@@ -20,27 +18,26 @@ from rankwire.texts import MAX_REASON, NAME, one_line, printable
 from rankwire.wire.frames import WORLD_GROUP, Channel
 from rankwire.wire.notices import Notice, sanitize
 
-# What all of them travel under.
+# The envelope of all control messages.
 CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
-# The longest that a member says is the traceback that it falls by: 32768 characters of at most four
-# bytes.
+# A member's longest message has a traceback: 32768 characters of at most four bytes.
 MAX_MEMBER_NBYTES = 256 << 10
-# The longest that a coordinator says is where every rank is: mostly 150 bytes, with the longest
-# names that there are (255 of a host, 107 of a socket file) 600.
+# The coordinator's longest message has a ``Member`` for every rank: 150 bytes mostly, 600 with the
+# longest names (255 for a host, 107 for a socket file).
 _NBYTES_PER_MEMBER = 1024
-# Of ranks that missed a beat. Who sees so many silent sees no more in a longer list.
+# A longer list of ranks that missed a beat tells the reader nothing more.
 MAX_SILENT = 4096
-# Of ranks that one waited for when its time was up: one of them is enough to look into.
+# Of the ranks that a rank was waiting for, one is enough to find the cause.
 MAX_WAITED_FOR = 64
 
 
 def max_coordinator_nbytes(world_size: int) -> int:
-    """Return how long a message of a coordinator of so many ranks can be."""
+    """Return how long a message of the coordinator of ``world_size`` ranks can be."""
     return MAX_MEMBER_NBYTES + _NBYTES_PER_MEMBER * world_size
 
 
 def _meta(longest: int) -> msgspec.Meta:
-    """Return what must hold of a text that is told to all and printed: short, printable."""
+    """Return the constraint for a text that is printed: short and printable."""
     return msgspec.Meta(max_length=longest, pattern=NAME)
 
 
@@ -50,12 +47,11 @@ class Member(msgspec.Struct, frozen=True):
     Attributes:
         rank: Its rank.
         pid: Its process id, on its own host.
-        host: The address others reach it at.
+        host: The address at which others reach it.
         port: Its TCP port there.
         unix_path: Its socket file, or an empty string.
         host_id: Equal for two ranks that can reach each other's socket files.
-        incarnation: How many times it was started anew alone. The coordinator says so, whatever
-            the rank does.
+        incarnation: How many times this rank alone was restarted. The coordinator sets it.
     """
 
     rank: int
@@ -71,8 +67,8 @@ class Patience(msgspec.Struct, frozen=True):
     """How long a rank may be silent.
 
     Attributes:
-        suspect_after: Seconds until it is suspected, which is told but changes nothing.
-        fail_after: Seconds until it is given up.
+        suspect_after: Seconds until members are told that it is suspected.
+        fail_after: Seconds until it counts as lost.
     """
 
     suspect_after: float
@@ -80,7 +76,7 @@ class Patience(msgspec.Struct, frozen=True):
 
     @property
     def beat(self) -> float:
-        """Seconds between two signs of life: several fit into the shorter limit."""
+        """Seconds between two heartbeats: several fit into the shorter limit."""
         return max(_SHORTEST_BEAT, min(1.0, self.suspect_after / 4, self.fail_after / 4))
 
     def shorter(self, other: Patience) -> Patience:
@@ -91,13 +87,14 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 DEFAULT_PATIENCE = Patience(5.0, 30.0)
-# Below this, ranks that live would be given up, and one that joins could end the world by asking.
+# With a lower limit, ranks that are alive would count as lost, and one rank could end the world by
+# asking for it.
 SHORTEST_FAIL_AFTER = 0.1
 _SHORTEST_BEAT = 0.01
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Member to coordinator: I am here, and this is how long I would wait for others."""
+    """Member to coordinator: I am here, and this is my patience."""
 
     member: Member
     patience: Patience = DEFAULT_PATIENCE
@@ -113,12 +110,12 @@ class World(msgspec.Struct, frozen=True, tag="world"):
     """Coordinator to members: everyone has joined.
 
     Attributes:
-        epoch: Which incarnation of the job this is; connections of another one are refused.
+        epoch: Which incarnation of the job this is; connections of others are refused.
         members: All ranks, in order.
-        patience: The shortest that any of them asked for.
-        coordinator: The rank that coordinates, or -1 if that is the launcher.
-        keys: Those of the receiving rank with every other, wrapped for it (``wire.keys``).
-        late: The ranks that were started anew and have joined since the world formed.
+        patience: The shortest patience of all members.
+        coordinator: The rank that coordinates, or -1 for the launcher.
+        keys: The keys of the receiving rank with every other, wrapped for it (``wire.keys``).
+        late: The ranks that were restarted and have joined since the world formed.
     """
 
     epoch: int
@@ -134,8 +131,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     Attributes:
         reason: Why not.
-        missing: Who has not joined.
-        cause: The rank that will not, if it is known to be that one's doing.
+        missing: The ranks that have not joined.
+        cause: The rank that caused it, if known.
     """
 
     reason: str
@@ -144,7 +141,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Either way: I am alive.
+    """Heartbeat, either way.
 
     Attributes:
         silent: From the coordinator: ranks that missed a beat, each with its seconds of silence; at
@@ -167,10 +164,10 @@ class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
     Attributes:
         reason: The error, in one line.
         traceback: Its traceback.
-        cause: The rank because of whose failure it falls; None for a reason of its own.
-        exit_code: What its process exits with, if nothing else happens.
-        waited_for: The ranks that it waited for when its time was up, if that is the reason; at
-            most ``MAX_WAITED_FOR``.
+        cause: The rank whose failure caused it; None for an error of its own.
+        exit_code: The expected exit code of its process.
+        waited_for: The ranks that it was waiting for, if its timeout expired; at most
+            ``MAX_WAITED_FOR``.
     """
 
     reason: str
@@ -181,17 +178,17 @@ class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Coordinator to members: a rank has died, or has left in good order.
+    """Coordinator to members: a rank has died, or has left without an error.
 
     Attributes:
-        rank: Which.
-        reason: How that was noticed, or what the rank said.
-        orderly: Whether it has left in good order.
-        silent: Whether it was given up although its connection stood.
-        traceback: Of the error that it fell by, if it said so.
-        cause: The rank because of whose failure it fell, if it said so.
-        exit_code: What it said that its process exits with; None if it did not say so.
-        waited_for: The ranks that it waited for when its time was up, if it said so.
+        rank: The rank.
+        reason: How this was noticed, or what the rank reported.
+        orderly: Whether it has left without an error.
+        silent: Whether it was silent for too long while its connection was open.
+        traceback: The traceback that it reported, if any.
+        cause: The rank whose failure caused it, if it reported one.
+        exit_code: The exit code that it reported; None if it did not.
+        waited_for: The ranks that it was waiting for, if it reported that.
     """
 
     rank: int
@@ -205,11 +202,11 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """Coordinator to members: a rank that was gone was started anew, and is here.
+    """Coordinator to members: a restarted rank has joined.
 
     Attributes:
         member: Where it is now.
-        key: That of the receiving rank with it, wrapped for the receiving rank.
+        key: The key of the receiving rank with it, wrapped for the receiving rank.
     """
 
     member: Member
@@ -217,23 +214,23 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Known(msgspec.Struct, frozen=True, tag="known"):
-    """Member to coordinator: I know of the rank that was started anew."""
+    """Member to coordinator: I know of the restarted rank."""
 
     rank: int
     incarnation: int
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Coordinator to a member: others have waited for you in vain; what are you doing?"""
+    """Coordinator to a member: other ranks have waited too long for you; what are you doing?"""
 
 
 class Doing(msgspec.Struct, frozen=True, tag="doing"):
-    """Member to coordinator: this is what I do.
+    """Member to coordinator: this is what I am doing.
 
     Attributes:
         stacks: Where its threads are in the user's program.
-        waits_for: The ranks that it expects messages or replies of; at most ``MAX_WAITED_FOR``.
-        blocked_on: Those of them for whose messages a thread waits; as many at most.
+        waits_for: The ranks that it expects messages or replies from; at most ``MAX_WAITED_FOR``.
+        blocked_on: Those of them that a thread is waiting for; at most as many.
     """
 
     stacks: str
@@ -242,11 +239,11 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
 
 
 class AgentState(IntEnum):
-    """What a rank does with its agent of one name."""
+    """The state of a rank's agent of one name."""
 
     OPEN = 0
     SERVING = 1  # nothing but serving: it calls no other rank
-    LEAVING = 2  # it is done, and serves until the others are
+    LEAVING = 2  # it is done, and serves until the others are done too
     CLOSED = 3
 
 
@@ -254,10 +251,10 @@ class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
     """Member to coordinator: one of my agents has entered this state.
 
     Attributes:
-        service: The number that agents of one name have in common.
-        number: Of this message. It tells the messages of one process apart.
-        state: The state that it has entered.
-        owner: Stands for the thread that uses the agent, different in all processes.
+        service: The number that agents of one name share.
+        number: The number of this message, unique in its process.
+        state: The new state.
+        owner: Identifies the thread that uses the agent, across all processes.
         stopped: The ranks that this agent has told to stop serving, if it leaves.
     """
 
@@ -269,9 +266,9 @@ class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
-    """Coordinator to a member: the answer to what an agent has said under this number.
+    """Coordinator to a member: the answer to the message of an agent with this number.
 
-    If that was ``OPEN``, all later messages of other ranks find it open. If it was ``LEAVING``, no
+    After ``OPEN``: all later messages of other ranks find the agent open. After ``LEAVING``: no
     other agent of its name is open any more.
     """
 
@@ -279,7 +276,7 @@ class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
 
 
 def gone_by(rank: int, fallen: Fallen) -> Gone:
-    """Return what all are told of a rank that has fallen."""
+    """Return the message to all members about a rank that has reported an error."""
     return Gone(rank, **asdict(fallen))
 
 
@@ -314,7 +311,7 @@ def unpack(payload: bytearray) -> Message:
     """Return the message in a payload.
 
     Raises:
-        InvalidMessageError: There is none.
+        InvalidMessageError: It does not decode.
     """
     try:
         message = _decoder.decode(payload)
@@ -324,7 +321,7 @@ def unpack(payload: bytearray) -> Message:
 
 
 def _sanitize(message: Message) -> Message:
-    """Return the message with texts that may be printed, and not too many silent ranks."""
+    """Return the message with short, printable texts and lists of limited length."""
     match message:
         case Fallen(reason, traceback) | Gone(reason=reason, traceback=traceback):
             return replace(

@@ -1,28 +1,21 @@
-"""The handshake: four fixed-size messages by which both ends prove that they have the same key.
+"""The handshake: four messages of fixed size by which both ends prove that they have the same key.
 
 ::
 
-    I -> R  HELLO      128 bytes  who dials, for what, into which job; a nonce
+    I -> R  HELLO      128 bytes  who dials, for what purpose, into which job; a nonce
     R -> I  CHALLENGE   64 bytes  a nonce; nothing that depends on the secret
-    I -> R  PROOF       32 bytes  HMAC-SHA256(key, "I" | said)
-    R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | said | status)
+    I -> R  PROOF       32 bytes  HMAC-SHA256(key, "I" | transcript)
+    R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | transcript | status)
 
-``said`` is HELLO, CHALLENGE, and inside TLS the SHA-256 of the listener's certificate, so that
-no third can stand between the two with a certificate of its own. The role letters stop a reflected
-proof; ranks, world size, job, epoch, version, purpose and protection are inside the MAC, so none of
-them can be altered or moved to another connection. Before the proof is verified, nothing
-variable-sized is read and no reason is given; afterwards a refusal carries a status. A wrong proof
-is answered by a VERDICT without a MAC, which says no more than that: a connection that ends without
-any VERDICT was dropped, and may be tried again. This is the textbook challenge-response: it
-authenticates, it does not encrypt. The key depends on who dials whom, and for what; ``wire.keys``
-says which it is.
+The transcript is HELLO, CHALLENGE, and inside TLS the SHA-256 of the listener's certificate, which
+excludes a man in the middle with another certificate. The letters stop a reflected proof. All
+fields of HELLO are under the MAC, so none can be changed or moved to another connection. Before the
+proof is verified, the listener reads nothing of variable size and gives no reason. It answers a
+wrong proof by a VERDICT without a MAC; a connection that ends without any VERDICT was dropped, and
+may be tried again. This authenticates, it does not encrypt. ``wire.keys`` says which key it is.
 
-The dialling end says in HELLO how the frames will be protected; the listening end takes that or
-refuses, there is nothing to negotiate. ``seals`` then gives each end what to seal and check with.
-
-Pure: the two ends are ``Initiator`` and ``Responder``; each consumes whole messages and returns the
-bytes to send. Nonces are handed in. ``Responder`` asks its owner for the status between proof and
-verdict.
+HELLO says how frames will be protected. The listener accepts that or refuses; nothing is
+negotiated.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ from rankwire.wire.seals import Protection, Seals, make_seals
 
 PROTOCOL_VERSION = 3
 NONCE_NBYTES = 32
-LAUNCHER = 0xFFFFFFFF  # where a rank stands otherwise: no rank, but a launcher
+LAUNCHER = 0xFFFFFFFF  # instead of a rank
 
 _MAGIC = b"rankwire"
 _MAX_DETAIL = (1 << 56) - 1
@@ -59,7 +52,7 @@ HELLO_NBYTES = _HELLO.size
 CHALLENGE_NBYTES = _CHALLENGE.size
 PROOF_NBYTES = 32
 VERDICT_NBYTES = _VERDICT.size
-_WRONG_PROOF = _VERDICT.pack(11, bytes(32))  # no ``Status``: the peer is not authenticated
+_WRONG_PROOF = _VERDICT.pack(11, bytes(32))  # not in ``Status``: the peer is unauthenticated
 _RESERVED_NBYTES = 40
 _KNOWN_PROTECTION = (Protection.NONE, Protection.SEALED, Protection.SEALED | Protection.FULL_MAC)
 
@@ -70,11 +63,11 @@ class Purpose(IntEnum):
     JOIN = 1
     MESSAGES = 2
     CALLS = 3
-    LAUNCH = 4  # a launcher of another host; ranks are then nodes
-    INQUIRY = 5  # what a rank is doing: it says so at once, and closes
+    LAUNCH = 4  # from a launcher on another host; ranks are then nodes
+    INQUIRY = 5  # asks what a rank is doing: it answers at once, and closes
 
 
-# Those between two ranks of a world that has formed.
+# The purposes of connections between two ranks of a formed world.
 BETWEEN_RANKS = frozenset({Purpose.MESSAGES, Purpose.CALLS, Purpose.INQUIRY})
 
 
@@ -96,15 +89,15 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who dials, and for what.
+    """Who dials, and for what purpose.
 
     Attributes:
         purpose: What the connection is for.
-        job: 16 bytes that name the job, see ``job_id``.
+        job: 16 bytes that identify the job (``job_id``).
         epoch: Which incarnation of the world; 0 when joining.
-        world_size: The world size that the dialling rank was told.
+        world_size: The world size that the dialling rank was configured with.
         rank: The dialling rank.
-        peer: The rank it means to reach, or ``LAUNCHER``.
+        peer: The rank that it dials, or ``LAUNCHER``.
         service: For calls: which agent.
         protection: How the frames after the handshake are protected.
     """
@@ -138,8 +131,8 @@ class Hello:
         """Parse a HELLO message.
 
         Raises:
-            ProtocolError: It is none. (A stranger; nothing else should be said to it.)
-            VersionMismatchError: It is one of another version.
+            ProtocolError: It is not one. Send no answer.
+            VersionMismatchError: It is from another version.
         """
         magic, version, purpose, *others, _, protection = _HELLO.unpack(data)
         if magic != _MAGIC:
@@ -157,21 +150,21 @@ class Hello:
 
 
 class StillConnectedError(NoConnectionError):
-    """The peer lives, and has not let go yet of a connection that this rank gave up."""
+    """The peer is alive, and still has an earlier connection of this rank."""
 
 
 def job_id(name: str) -> bytes:
-    """Return the 16 bytes by which a job's name travels."""
+    """Return the 16 bytes that identify a job of this name."""
     return sha256(b"rankwire job " + name.encode()).digest()[:16]
 
 
 def handshake_key(secret: bytes) -> bytes:
-    """Derive the key by which launchers know each other; the secret itself is used for nothing."""
+    """Derive the key for connections between launchers from the secret."""
     return hmac.digest(secret, b"rankwire v3 handshake", sha256)
 
 
 def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
-    """Return the error that tells the dialling rank why it was refused."""
+    """Return the error for a dialling rank that was refused."""
     offered = f"this one offers {_described(hello.protection)}"
     protection = f"the other end wants {_described(detail)}, {offered}: give all"
     texts = {
@@ -191,7 +184,7 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
         return OverloadedError(
             f"rank {hello.peer} has {detail} connections of rank {hello.rank}, and takes no more"
         ).during(peer=hello.peer)
-    if hello.purpose is Purpose.LAUNCH:  # there, nodes are what ranks are elsewhere
+    if hello.purpose is Purpose.LAUNCH:  # its ranks are nodes
         texts |= {
             Status.WRONG_WORLD_SIZE: (
                 f"the job has --nnodes {detail}, this launcher was told --nnodes {hello.world_size}"
@@ -238,10 +231,10 @@ class Initiator:
     """The dialling end. Call ``hello``, ``proof``, ``finish`` and ``seals`` in this order.
 
     Args:
-        hello: Who dials, and for what.
+        hello: Who dials, and for what purpose.
         key: The handshake key.
         nonce: Random bytes that were never used before.
-        binding: Inside TLS, the SHA-256 of the certificate that the listener has shown.
+        binding: Inside TLS, the SHA-256 of the listener's certificate.
     """
 
     def __init__(self, hello: Hello, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
@@ -268,14 +261,13 @@ class Initiator:
         return hmac.digest(self._key, b"I" + self._transcript, sha256)
 
     def finish(self, verdict: bytes) -> None:
-        """Consume VERDICT; return if this end is welcome.
+        """Consume VERDICT; return if the listener accepts this end.
 
         Raises:
-            AuthenticationError: The other end does not have the key, or says that this end does
-                not.
+            AuthenticationError: The listener does not have the key, or says that this end does not.
             RendezvousError: It refused a rank that wants to join.
             NoConnectionError: It refused another connection.
-            OverloadedError: It has too many of this rank.
+            OverloadedError: It has too many connections of this rank.
         """
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
@@ -287,7 +279,7 @@ class Initiator:
             raise refusal(status & 0xFF, status >> 8, self._hello)
 
     def seals(self) -> Seals | None:
-        """Return what the frames of this end are sealed and checked with, if they are."""
+        """Return the seals for the frames of this end; None if frames are not sealed."""
         return make_seals(self._key, self._transcript, self._hello.protection, dialled=True)
 
 
@@ -295,9 +287,9 @@ class Responder:
     """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
 
     Args:
-        key: The handshake key, or how to find it once it is known who dials.
+        key: The handshake key, or a function that returns it for a HELLO.
         nonce: Random bytes that were never used before.
-        binding: Inside TLS, the SHA-256 of the certificate that this end has shown.
+        binding: Inside TLS, the SHA-256 of this end's certificate.
     """
 
     def __init__(
@@ -313,11 +305,11 @@ class Responder:
     def challenge(self, greeting: bytes) -> bytes:
         """Consume HELLO, return CHALLENGE.
 
-        A greeting of another version is answered too, so that the other end learns both versions;
+        A HELLO of another version is answered too, so that the other end learns both versions;
         ``verify`` then refuses it.
 
         Raises:
-            ProtocolError: A stranger.
+            ProtocolError: It is not a HELLO.
         """
         try:
             self.hello = Hello.unpack(greeting)
@@ -328,7 +320,7 @@ class Responder:
         return self._challenge
 
     def verify(self, proof: bytes) -> Hello:
-        """Consume PROOF; return who is at the other end.
+        """Consume PROOF; return the HELLO of the other end.
 
         Raises:
             AuthenticationError: It does not have the key.
@@ -339,18 +331,18 @@ class Responder:
         return self.hello
 
     def verdict(self, status: Status, detail: int = 0) -> bytes:
-        """Return VERDICT. ``detail`` goes into the text of a refusal."""
+        """Return VERDICT; ``detail`` becomes part of the text of a refusal."""
         packed = int(status | (detail & _MAX_DETAIL) << 8).to_bytes(8, "little")
         return packed + hmac.digest(self._key, b"R" + self._transcript + packed, sha256)
 
     def refusal(self) -> bytes:
-        """Return the VERDICT for a peer whose proof ``verify`` did not accept.
+        """Return the VERDICT for a proof that ``verify`` did not accept.
 
-        It has no MAC, because a MAC would let the peer try secrets without asking again.
+        It has no MAC, which would let the peer try secrets offline.
         """
         return _WRONG_PROOF
 
     def seals(self) -> Seals | None:
-        """Return what the frames of this end are sealed and checked with, if they are."""
+        """Return the seals for the frames of this end; None if frames are not sealed."""
         assert self.hello is not None
         return make_seals(self._key, self._transcript, self.hello.protection, dialled=False)

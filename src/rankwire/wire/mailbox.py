@@ -1,16 +1,12 @@
-"""The mailbox: which arrived message belongs to which receive.
+"""The mailbox: matches arrived messages with receives.
 
-One mailbox holds what one peer sent. Arrivals and receives meet by key, the envelope
-``(group, channel, tag)``; messages of one key are taken in the order in which they came, receives
-of one key are served in the order in which they were posted.
+A mailbox holds what one peer sent. Messages and receives are matched by envelope
+``(group, channel, tag)``, each in its own order. It has no lock and never waits: its owner guards
+it and wakes waiting threads.
 
-A ``Receive`` ends exactly once, with a payload or with an error: in ``post`` when its message is
-here already, in ``deliver`` when it comes, or in ``fail``. Pure state: no lock and no waiting; the
-owner guards it and wakes whoever waits.
-
-A signal may end the thread in here between any two bytecodes. So a payload moves from one place to
-the next by one call of a C function (``extend`` of what pops it there): it is never in none of
-them, nor in two. What is only counted or listed may be wrong after an interrupt, until ``tidy``.
+A signal may end the thread in here between any two bytecodes. So one call of a C function
+(``extend`` with an iterator that pops it there) moves a payload from one place to the next: it is
+never lost or duplicated. Counts and lists may be wrong after an interrupt, until ``tidy``.
 """
 
 from __future__ import annotations
@@ -25,38 +21,37 @@ from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
 from rankwire.wire.receive import Destination, Placed, Receive
 
-# Tags that differ only in so many lower bits are of one family: the steps of a collective.
+# Tags that differ only in these lower bits are one family: the steps of a collective.
 FAMILY_BITS = 16
 _MOST_REFUSED = 256
-# Kept for later, however short: an empty one takes 1 KB of memory.
+# Of any size: an empty message takes 1 KB of memory.
 _MOST_UNMATCHED = 1 << 20
 
-# ``map(payload_of, starmap(frames.popleft, ONCE))`` takes the first frame when it is consumed, and
-# not before: the payload leaves one place and enters the next in one step.
+# ``map(payload_of, starmap(frames.popleft, ONCE))`` removes the first frame when it is consumed, so
+# that the payload moves in one step.
 ONCE = ((),)
 payload_of = attrgetter("payload")
 
 
 class Mailbox:
-    """What one peer sent and nobody has taken, and what is wanted from it.
+    """The messages of one peer that were not received yet, and the receives that wait for others.
 
     Args:
-        keep_unmatched: Whether a message that nobody wants yet is kept (messages) or counted and
-            dropped (replies whose caller has given up).
-        unmatched_limit: Bytes kept for later at which ``full`` turns true; a million messages do
-            the same.
+        keep_unmatched: Whether a message without a receive is kept (messages) or counted and
+            dropped (replies to cancelled calls).
+        unmatched_limit: Kept bytes at which ``full`` becomes true; a million messages do so too.
 
     Attributes:
-        misfits: Receives that a message of another size has ended, for the owner to wake.
+        misfits: Receives that failed because of a message of another size, for the owner to wake.
         due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
         arrived: The messages that are kept for later, by envelope.
-        unmatched: How many they are.
+        unmatched: Their number.
         unmatched_nbytes: Their bytes.
-        wanted_by: The receives that are posted and not done, by envelope. For request ids, of which
-            each is used once, its length is the number of calls in flight.
-        full: Whether so much is kept for later that nothing more should be read.
-        placing: The receive into whose memory a message is coming. From then on it gets that one
-            and no other; and is remembered until it has, or its memory is not used any more.
+        wanted_by: The receives that are posted and not done, by envelope. For request ids, which
+            are used once each, its length is the number of calls in flight.
+        full: Whether so much is kept that nothing more should be read.
+        placing: The receive into whose memory a message is being received. It gets that message and
+            no other, and stays here until it has it or its memory is no longer in use.
     """
 
     __slots__ = (
@@ -96,7 +91,6 @@ class Mailbox:
         return sum(map(len, self.wanted_by.values())) + (self.placing is not None)
 
     def _count(self, messages: int, nbytes: int) -> None:
-        """Count what is kept for later."""
         self.unmatched += messages
         self.unmatched_nbytes += nbytes
         is_full = self.unmatched_nbytes >= self._unmatched_limit
@@ -108,9 +102,9 @@ class Mailbox:
         return receive if receive is not None and receive.nbytes in (None, nbytes) else None
 
     def post(self, receive: Receive) -> None:
-        """Ask for a message. Ends at once if it is here, or if the peer has failed.
+        """Post a receive. It ends at once if its message is here or the peer has failed.
 
-        Then it is not left in ``due``.
+        Then it is not added to ``due``.
         """
         receive.posted = True
         arrived = self.arrived.get(receive.envelope)
@@ -133,10 +127,10 @@ class Mailbox:
                 wanted.append(receive)
 
     def find_place(self, key: Envelope, nbytes: int, first: memoryview) -> Destination | None:
-        """Return where a message that has begun to come is to go; None if nobody has said so.
+        """Return the memory for a message whose first bytes have come; None if no receive has any.
 
-        Only when all messages of its key before it were delivered, and none is placed. It may be
-        asked again for the same message: its reader was interrupted.
+        Call it when all earlier messages of its key were delivered and no other is placed. It may be
+        repeated for the same message after an interrupt.
         """
         receive = self.placing or self._first_wanted(key)
         if receive is None or receive.into is None or not receive.is_wanted:
@@ -144,7 +138,7 @@ class Mailbox:
         if receive.envelope != key:
             return None
         head_nbytes = receive.into.head_nbytes(nbytes, first)
-        if head_nbytes is None or head_nbytes > len(first):  # some of the head is still to come
+        if head_nbytes is None or head_nbytes > len(first):  # the head is incomplete
             return None
         self.placing = receive
         self._unlist(receive)
@@ -154,7 +148,7 @@ class Mailbox:
         return next((receive for receive in self.wanted_by.get(key, ()) if receive.is_wanted), None)
 
     def _unlist(self, receive: Receive) -> bool:
-        """Take a receive off the list of those that wait; return whether it was there."""
+        """Remove a receive from those that wait; return whether it was there."""
         wanted = self.wanted_by.get(receive.envelope)
         if wanted is None or receive not in wanted:
             return False
@@ -164,9 +158,9 @@ class Mailbox:
         return True
 
     def withdraw(self, receive: Receive) -> bool:
-        """Take back a receive; return False if it is done already.
+        """Withdraw a receive; return False if it is done already.
 
-        If a message is coming into its memory, that is to be vacated.
+        If a message is being received into its memory, the caller must vacate that.
         """
         if receive.done or not (self._unlist(receive) or receive is self.placing):
             return False
@@ -174,7 +168,7 @@ class Mailbox:
         return True
 
     def displaced(self, key: Envelope) -> None:
-        """Have a receive wait again, because its sender has taken back the message of this key.
+        """Let a receive wait again, because the sender has revoked the message of this key.
 
         Safe to repeat.
         """
@@ -187,12 +181,12 @@ class Mailbox:
             self.placing = None
 
     def vacated(self, receive: Receive) -> None:
-        """Note that nothing comes into a receive's memory any more."""
+        """Note that no message is being received into the memory of a receive any more."""
         if self.placing is receive:
             self.placing = None
 
     def _deliver_placed(self, payload: Placed, source: Iterable[Payload]) -> Receive | None:
-        """Give a message to the one in whose memory it is; None if that does not want it."""
+        """Deliver a message to the receive whose memory it is in; None if that has ended."""
         receive = self.placing
         if receive is None or receive.into is not payload.destination:
             return None
@@ -206,15 +200,15 @@ class Mailbox:
     def deliver(
         self, key: Envelope, payload: Payload, source: Iterable[Payload] | None = None
     ) -> Receive | None:
-        """Take a message; return the receive that gets it, if one was waiting.
+        """Deliver a message; return the receive that gets it, if one was waiting.
 
-        That one is left in ``due`` if it is to be called back. Receives that wanted another size
-        are ended too and left in ``misfits``.
+        It is added to ``due`` if it has a callback. Receives for another size fail and are added to
+        ``misfits``.
 
         Args:
             key: Its envelope.
             payload: The message.
-            source: Gives the payload when it is consumed, and removes it from where it was.
+            source: Yields the payload and removes it from where it was.
         """
         source = (payload,) if source is None else source
         if self.placing is not None and isinstance(payload, Placed):
@@ -235,7 +229,7 @@ class Mailbox:
         while wanted:
             receive = wanted[0]
             if not receive.posted or receive.done:
-                pass  # given up or ended by a thread that was interrupted then
+                pass  # withdrawn or ended by a thread that was interrupted then
             elif receive.nbytes is None or receive.nbytes == len(payload):
                 receive.complete(source)
                 if receive.on_done is not None and self.due is not None:
@@ -259,7 +253,7 @@ class Mailbox:
         return None
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop what has arrived and nobody wants of a tag's family, and what still comes.
+        """Drop the arrived and all later messages of a tag's family.
 
         Only the last 256 families are remembered.
         """
@@ -273,10 +267,9 @@ class Mailbox:
             self._forget(dropped)
 
     def put_back(self, receive: Receive) -> Receive | None:
-        """Take a delivered message back, as if it had not been taken; return who gets it instead.
+        """Take a delivered message back; return the waiting receive that gets it instead, if any.
 
-        That is a receive which waits for the same key, if there is one; otherwise the message goes
-        to the head of its queue.
+        Otherwise the message becomes the first of its queue.
         """
         payload = receive.payload
         assert payload is not None
@@ -288,7 +281,7 @@ class Mailbox:
         return None
 
     def tidy(self) -> None:
-        """Put in order what a thread that was interrupted in here has left. Safe to repeat."""
+        """Repair what an interrupted thread has left. Safe to repeat."""
         for key, wanted in list(self.wanted_by.items()):
             for receive in wanted:
                 if receive._cell and not receive.done:
@@ -315,10 +308,7 @@ class Mailbox:
             self.fail(self.failure)
 
     def fail(self, error: RankwireError) -> list[Receive]:
-        """End every receive, now and later, with ``error``.
-
-        Messages that have arrived can still be taken.
-        """
+        """End every receive, now and later, with ``error``; arrived messages can still be taken."""
         if self.failure is None:
             self.failure = error.kept()
         ended = [receive for wanted in self.wanted_by.values() for receive in wanted]
@@ -331,7 +321,7 @@ class Mailbox:
         return ended
 
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
-        """End the receives of one group, and forget what has arrived for it."""
+        """End the receives of one group, and drop its arrived messages."""
         ended = [r for key, wanted in self.wanted_by.items() if key[0] == group for r in wanted]
         if self.placing is not None and self.placing.envelope[0] == group:
             ended.append(self.placing)
@@ -345,7 +335,6 @@ class Mailbox:
         return ended
 
     def _forget(self, messages: deque[Payload]) -> None:
-        """Count messages no more that were dropped."""
         self._count(-len(messages), -sum(map(len, messages)))
 
     def _note_due(self, ended: list[Receive]) -> None:
