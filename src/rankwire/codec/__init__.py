@@ -1,5 +1,4 @@
-"""Python values as bytes and back, without running anything that a sender chose.
+"""Python values to bytes and back, without running code that a sender chose.
 
-Nothing in this package touches a socket, a thread, a clock or a file, and nothing in it knows
-frames or connections: values go in, buffers come out, and the other way round.
+Pure: no module here touches a socket, thread, clock or file, or knows frames and connections.
 """

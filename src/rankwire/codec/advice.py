@@ -1,7 +1,7 @@
-"""What to do with a value that is not carried: a sentence for its very kind.
+"""Advice for a value that cannot be sent: one sentence for its kind.
 
-Nothing is imported to find that out: who holds such a value has imported its class. The first kind
-that a value is of counts, so special ones come before general ones. Pure.
+It imports no library to find the kind: the program that holds the value has. The first kind that
+matches counts, so special kinds come before general ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from rankwire.codec.arrays import ADVICE_FOR_MASKED, is_masked
 from rankwire.codec.classes import is_namedtuple
 
-# A codec of a library that has a setting of its own for this names that one instead.
+# A library with a setting of its own for this replaces the text.
 HOW_TO_PICKLE = "set allow_pickle=True on both ends"
 
 _FUNCTIONS = (
@@ -33,7 +33,7 @@ _FUNCTIONS = (
     partial,
 )
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-# Modules whose objects belong to one process, by the beginning of their names.
+# Modules whose objects belong to one process.
 _OF_THIS_PROCESS = (
     *("_thread", "threading", "_queue", "queue", "multiprocessing", "subprocess", "asyncio"),
     *("concurrent", "socket", "_socket", "ssl", "_ssl", "select", "selectors", "weakref"),
@@ -42,7 +42,7 @@ _OF_THIS_PROCESS = (
 
 
 def advice_for(value: Any) -> str:
-    """Return what to do in place of sending a value."""
+    """Return what to do instead of sending a value."""
     for is_kind, advise in _KINDS:
         if is_kind(value):
             return advise(value)
@@ -66,7 +66,7 @@ def _convert(value: Any) -> str:
 
 
 def _is_of(*modules: str) -> Callable[[Any], bool]:
-    """Tell whether a value's class is from one of these modules or from a part of it."""
+    """Return a test for values whose class is from one of these modules or their submodules."""
 
     def is_kind(value: Any) -> bool:
         home = str(type(value).__module__)
@@ -76,7 +76,7 @@ def _is_of(*modules: str) -> Callable[[Any], bool]:
 
 
 def _is_torch(name: str, module: str) -> Callable[[Any], bool]:
-    """Tell whether a value is of a class of torch, which is looked up only if it was loaded."""
+    """Return a test for values of a class of torch, looked up only if torch is loaded."""
 
     def is_kind(value: Any) -> bool:
         cls = getattr(sys.modules.get(module), name, None)

@@ -1,10 +1,10 @@
-"""numpy arrays and scalars as a short description and their own bytes.
+"""numpy arrays and scalars as a short description and their bytes.
 
-A description is a msgpack array of dtype, order and shape. The bytes travel beside it and are not
-copied here, except those of an array with gaps. What a description claims is checked in Python
-ints before numpy sees it, and the dtype comes from a closed list: no object, structured or void
-type, whose elements could be addresses or code (for those with fields see ``structured``). Where
-the bytes lie in a payload is for the caller to know. Tensors are arrays too (``tensors``).
+A description is a msgpack array of dtype, order and shape; the bytes travel beside it, copied only
+if the array has gaps. A received description is checked before numpy sees it, and its dtype comes
+from a closed list without objects (``structured`` has dtypes with fields). Tensors are described
+like arrays (``tensors``). ``holds_references`` finds buffers of addresses, which are never sent:
+they mean nothing in another process, and using one there would end it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rankwire.errors import InvalidMessageError
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
 
-# numpy 1.26, the oldest supported, has no more.
+# The limit of numpy 1.26, the oldest supported version.
 MAX_NDIM = 32
 # The longest description has 32 extents of 9 bytes and a dtype.
 _MAX_BODY_NBYTES = 512
 # What numpy can address.
 _MAX_NBYTES = 2**63 - 1
 
-# numpy's own codes: byte order, kind, item size, unit of time. Without f16 and c32, whose layout
+# numpy's codes: byte order, kind, item size, unit of time. Without f16 and c32, whose layout
 # differs between machines.
 _CARRIED = re.compile(
     r"[<>|](?:b1|[iu][1248]|f[248]|c(?:8|16)|[SU][1-9][0-9]{0,9}"
@@ -45,12 +45,12 @@ _LARGEST_CODE_POINT = 0x10FFFF
 _INT = frozenset({int})
 
 _pack = msgspec.msgpack.Encoder().encode
-# Closed to maps, whose keys a sender could choose to have one hash.
+# Maps are refused: a sender could choose keys with equal hashes.
 _unpack = msgspec.msgpack.Decoder(list[str | bool | int]).decode
 
 
 class ArrayHead(NamedTuple):
-    """What the wire says of an array, checked."""
+    """The checked description of an array."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -62,21 +62,21 @@ class ArrayHead(NamedTuple):
 
 
 def is_plain_array(value: object) -> bool:
-    """Tell whether a value is an array whose elements are all there is to it.
+    """Return whether a value is an array without further content.
 
-    Other subclasses mean more by it, such as a mask.
+    Other subclasses have more, such as a mask.
     """
     return type(value) is np.ndarray or type(value) is np.memmap
 
 
 def is_masked(value: object) -> bool:
-    """Tell whether a value is an array of ``numpy.ma``, without importing that."""
+    """Return whether a value is an array of ``numpy.ma``, without importing that."""
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def advice_for_array(value: object) -> str:
-    """Return what to do in place of passing something that is no plain array."""
+    """Return what to do instead of passing something that is not a plain array."""
     if is_masked(value):
         return ADVICE_FOR_MASKED
     return "Pass a numpy array or a torch tensor; numpy.asarray(...) makes one."
@@ -84,18 +84,18 @@ def advice_for_array(value: object) -> str:
 
 @lru_cache(maxsize=256)
 def dtype_code(dtype: DType) -> str | None:
-    """Return what the wire calls a dtype, or None if it is not carried."""
+    """Return the code of a dtype on the wire, or None if it cannot be sent."""
     code = dtype.str
     return code if _CARRIED.fullmatch(code) and np.dtype(code) == dtype else None
 
 
 def has_carried_ndim(array: Array) -> bool:
-    """Tell whether an array has no more dimensions than are carried."""
+    """Return whether an array has few enough dimensions to be sent."""
     return array.ndim <= MAX_NDIM
 
 
 def array_body(array: Array) -> bytes | None:
-    """Return the description of an array, or None if it is not carried."""
+    """Return the description of an array, or None if it cannot be sent."""
     code = dtype_code(array.dtype)
     if code is None or not has_carried_ndim(array):
         return None
@@ -103,7 +103,7 @@ def array_body(array: Array) -> bytes | None:
 
 
 def array_bytes(array: Array) -> memoryview:
-    """Return an array's bytes in memory order: its own memory, or a copy if it has gaps."""
+    """Return an array's bytes in memory order: its memory, or a copy if it has gaps."""
     return array.ravel("A").view(np.uint8).data
 
 
@@ -111,12 +111,12 @@ def array_head(body: memoryview) -> ArrayHead:
     """Check the description of an array.
 
     Raises:
-        InvalidMessageError: It is not one that :func:`array_body` makes.
+        InvalidMessageError: :func:`array_body` does not make it.
     """
     return _known_head(bytes(body))
 
 
-# A program sends arrays of few kinds, and to check one takes a third of the time of decoding it.
+# Programs send few kinds of arrays, and checking a head takes a third of the decoding time.
 @lru_cache(maxsize=256)
 def _known_head(body: bytes) -> ArrayHead:
     code, is_fortran, *shape = description_parts(body)
@@ -126,12 +126,12 @@ def _known_head(body: bytes) -> ArrayHead:
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
-    """Return the array whose bytes are in the payload from ``start`` on, as a view of them.
+    """Return the array whose bytes are in the payload from ``start`` on, as a view.
 
     The caller has checked that all bytes are there.
 
     Raises:
-        InvalidMessageError: Some bytes are no value of the dtype.
+        InvalidMessageError: Some bytes are not values of the dtype.
     """
     _check_elements(head, payload, start)
     # Positional arguments: keywords would triple the cost.
@@ -139,7 +139,7 @@ def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
 
 
 def description_parts(body: bytes | memoryview) -> list[str | bool | int]:
-    """Return what a description lists, not yet checked.
+    """Return the parts of a description, not checked yet.
 
     Raises:
         InvalidMessageError: It is too long; msgspec raises its own errors if it is malformed.
@@ -151,10 +151,10 @@ def description_parts(body: bytes | memoryview) -> list[str | bool | int]:
 
 @lru_cache(maxsize=256)
 def dtype_of(code: str) -> DType:
-    """Return the dtype that the wire calls so.
+    """Return the dtype of a code.
 
     Raises:
-        InvalidMessageError: It is not carried.
+        InvalidMessageError: No dtype that can be sent has this code.
     """
     dtype = np.dtype(code) if _CARRIED.fullmatch(code) else None
     # numpy reads more spellings than it writes; one dtype has one code.
@@ -164,10 +164,10 @@ def dtype_of(code: str) -> DType:
 
 
 def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
-    """Return what the wire says of an array.
+    """Return the description of an array as an ``ArrayHead``.
 
     Raises:
-        InvalidMessageError: There cannot be an array of this shape.
+        InvalidMessageError: No array can have this shape.
     """
     if len(shape) > MAX_NDIM:
         raise InvalidMessageError(f"an array of {len(shape)} dimensions; at most {MAX_NDIM}")
@@ -181,10 +181,10 @@ def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
 
 
 def _check_elements(head: ArrayHead, payload: bytearray, start: int) -> None:
-    """Refuse bytes that would make numpy or torch misbehave much later, far from here.
+    """Refuse bytes that would make numpy or torch misbehave later.
 
-    A bool must be 0 or 1: anything else is undefined behaviour in C++. A character must exist:
-    numpy raises ``SystemError`` when it looks at another one.
+    A bool must be 0 or 1: other values are undefined behaviour in C++. A character must exist:
+    numpy raises ``SystemError`` when it reads another.
     """
     if head.nbytes == 0 or head.dtype.kind not in "bU":
         return
@@ -195,7 +195,7 @@ def _check_elements(head: ArrayHead, payload: bytearray, start: int) -> None:
 def check_strided(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], payload: bytearray, start: int
 ) -> None:
-    """Refuse bytes of a payload that are no values of the dtype, at these strides.
+    """Check that the bytes of a payload at these strides are values of the dtype.
 
     Raises:
         InvalidMessageError: Some are not.
@@ -216,7 +216,7 @@ def check_strided(
 
 
 def scalar_parts(scalar: np.generic) -> list[Any] | None:
-    """Return a numpy scalar as a code and a plain value, or None if it is not carried.
+    """Return a numpy scalar as a code and a plain value, or None if it cannot be sent.
 
     Strings travel as text: as elements of an array they would lose trailing zeros.
     """
@@ -231,10 +231,10 @@ def scalar_parts(scalar: np.generic) -> list[Any] | None:
 
 
 def scalar_of(parts: list[Any]) -> np.generic:
-    """Return the numpy scalar that :func:`scalar_parts` took apart.
+    """Return the numpy scalar of these parts.
 
     Raises:
-        InvalidMessageError: It did not make these parts.
+        InvalidMessageError: :func:`scalar_parts` does not make them.
     """
     match parts:
         case ["U", str() as text]:
@@ -257,14 +257,14 @@ _CTYPES = (
     ctypes._Pointer,
     ctypes._CFuncPtr,  # type: ignore[attr-defined]
 )
-# Of PEP 3118: objects, pointers of several kinds, functions. "Zd" is a complex number.
+# PEP 3118: objects, pointers of several kinds, functions. "Zd" is a complex number.
 _REFERENCE = re.compile(r"[OPz&X]|Z(?![efdg])")
 _FIELD_NAME = re.compile(r":[^:]*:")
 _REFERRING_CODES = "OPzZX"  # of simple ctypes
 
 
 def holds_references(view: memoryview) -> bool:
-    """Tell whether a buffer holds references, also if it was cast to bytes."""
+    """Return whether a buffer holds references, also if it was cast to bytes."""
     owner = view.obj
     if type(owner) in _PLAIN_OWNERS:
         return False
@@ -278,7 +278,7 @@ def holds_references(view: memoryview) -> bool:
 def _array_refers(array: np.ndarray[Any, Any]) -> bool:
     if array.dtype.hasobject:
         return True
-    # Some fields of a record: those left out lie between them.
+    # A view of some fields of a record: the others are between them.
     base = array.base if array.dtype.names is not None else None
     while isinstance(base, np.ndarray):
         if base.dtype.hasobject:
@@ -295,7 +295,7 @@ def _names_references(code: str) -> bool:
 @lru_cache(maxsize=256)
 def _is_referring(kind: Any) -> bool:
     if issubclass(kind, (ctypes.Structure, ctypes.Union)):
-        # Its format may be that of bytes, so it is not asked.
+        # Its format may say bytes.
         fields = [field for base in kind.__mro__ for field in vars(base).get("_fields_", ())]
         return any(_is_referring(field[1]) for field in fields)
     if issubclass(kind, ctypes.Array):

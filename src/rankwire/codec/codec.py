@@ -1,19 +1,16 @@
-"""Python values to payloads and back, exactly, without running code from the wire.
+"""The codec: Python values to payloads and back, exactly, without running code from the wire.
 
 A payload, little-endian::
 
     u32 length of the head | head | padding | buffer 0 | padding | buffer 1 | ...
 
-The head is msgpack. Arrays and long byte strings are not in it: it only describes them, and their
-bytes follow as the buffers, in the order of the descriptions, each at a multiple of 16. Padding
-is zero, an empty buffer takes no place, nothing follows the last buffer. Encoding does not copy
-the buffers, decoding makes arrays that are views of the payload.
+The head is msgpack. It describes arrays and long byte strings; their bytes follow as the buffers,
+in the same order, each at a multiple of 16. Padding is zero, an empty buffer takes no space, and
+nothing follows the last buffer. Encoding does not copy buffers; decoded arrays are views of the
+payload.
 
-Contract: a value arrives equal and of the same type, or encoding raises ``UnsupportedTypeError``
-with the path to it. Decoding trusts nothing: a payload that no codec writes raises
-``InvalidMessageError`` and nothing else, after time and memory in proportion to its length. This
-module knows no socket, thread, clock, function or rank; what the parts of a head mean is in
-``values``, ``value_writer`` and ``value_reader``.
+A value arrives equal and of the same type, or encoding raises ``UnsupportedTypeError`` with the
+path to it. Decoding raises only ``InvalidMessageError``, in time and memory linear in the length.
 """
 
 from __future__ import annotations
@@ -52,14 +49,14 @@ _PADDING = [bytes(nbytes) for nbytes in range(ALIGNMENT)]
 
 # What msgspec raises for an int of more than 64 bits and for a string with a lone surrogate.
 _NOT_PLAIN_AFTER_ALL = (OverflowError, UnicodeEncodeError)
-# What it raises for one item of 4 GiB or more, and for nothing else that it is given here.
+# What msgspec raises for one item of 4 GiB or more, and for nothing else here.
 _TOO_LARGE = msgspec.EncodeError
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class _NotPlain(Exception):
-    """A small head that has extensions in it after all."""
+    """A small head contains an extension."""
 
 
 def _refuse_extension(code: int, body: memoryview) -> None:
@@ -67,42 +64,42 @@ def _refuse_extension(code: int, body: memoryview) -> None:
 
 
 def unpacker_of(kind: type[T]) -> Callable[[memoryview], T]:
-    """Return what decodes a small plain head to one type, or refuses it (``Codec.decode``)."""
+    """Return a decoder of small plain heads to one type, for ``Codec.decode``."""
     return msgspec.msgpack.Decoder(kind, ext_hook=_refuse_extension).decode
 
 
-# Most calls are small and plain: without a Reader for each they decode in half the time.
+# Most calls are small and plain; without a Reader, decoding takes half the time.
 _unpack_plain: Callable[[memoryview], Any] = unpacker_of(object)
 
 
 class Codec(PublicDir):
-    """Turns values into payloads and payloads into values.
+    """Encodes values to payloads and decodes payloads to values.
 
-    Carried, each exactly: None, bool, int, float, complex, Decimal, Fraction, str, bytes,
-    bytearray, list, tuple, dict, set, frozenset, OrderedDict, defaultdict, Counter, deque, range,
-    slice, datetime, date, time, timedelta, UUID, paths; numpy arrays, with fields too, and scalars
-    that hold no objects; dense torch tensors and parameters on the CPU, sizes, dtypes, devices,
-    layouts and memory formats; members and instances of registered enums, dataclasses, namedtuples
-    and msgspec Structs, and whatever has hooks (:meth:`register`). Values nest up to 32 deep. A
+    It carries exactly: None, bool, int, float, complex, Decimal, Fraction, str, bytes, bytearray,
+    list, tuple, dict, set, frozenset, OrderedDict, defaultdict, Counter, deque, range, slice,
+    datetime, date, time, timedelta, UUID, paths; numpy arrays, also structured ones, and scalars
+    without objects; dense torch tensors and parameters on the CPU, sizes, dtypes, devices, layouts
+    and memory formats; members and instances of registered enums, dataclasses, namedtuples and
+    msgspec Structs, and classes with hooks (:meth:`register`). Values nest up to 32 deep. A
     subclass counts as another type. ``docs/what-can-i-send.md`` has the limits.
 
-    What changes on the way: a memoryview arrives as bytes; a time zone becomes its UTC offset; an
-    array or tensor with gaps between its elements arrives without; a read-only array arrives
-    writable; a tensor arrives detached, a parameter without its gradient; of a dataclass only the
-    fields travel, and its constructor runs.
+    What changes: a memoryview arrives as bytes; a time zone becomes its UTC offset; an array or
+    tensor with gaps arrives without them; a read-only array arrives writable; a tensor arrives
+    detached, a parameter without its gradient; only the fields of a dataclass travel, and its
+    constructor runs.
 
     Both ends must register the same classes under the same names, here or with ``message``. Safe
     from any thread, also while another thread registers a class.
 
     Args:
         types: Classes to register.
-        allow_pickle: Send what is not carried as a pickle, and accept pickles. Then every rank that
-            sends to this one can run code on it.
-        max_items: How many values a message that is decoded may hold, those in containers included;
-            an array or a byte string is one.
+        allow_pickle: Send other values as pickles, and accept pickles. Then every rank that sends
+            to this one can run code on it.
+        max_items: Maximum number of values in a decoded message, including those in containers; an
+            array or byte string counts as one.
 
     Attributes:
-        how_to_pickle: What the error for a value that is not carried tells the user to set.
+        how_to_pickle: What the error for an unsupported value tells the user to set.
     """
 
     _SHOWN = ("allows_pickle", "decode", "encode", "register", "undo")
@@ -158,34 +155,32 @@ class Codec(PublicDir):
     ) -> Any:
         """Carry the instances of a class from now on. Also a decorator, with or without arguments.
 
-        An enum, dataclass, namedtuple or msgspec Struct is carried as it is. Any class, such as
-        ``types.FunctionType`` or ``torch.Tensor``, is carried by *hooks*: in place of an instance
-        (of exactly this class) travels what ``take`` returns, and at the other end ``build`` makes
-        an instance of it. They go before the codec's own way for this class. What the codec looks
-        for first (None, bool, numbers, texts, bytes, containers, dates, paths, numpy arrays)
-        cannot have hooks.
+        An enum, dataclass, namedtuple or msgspec Struct needs no hooks. Any other class, such as
+        ``types.FunctionType`` or ``torch.Tensor``, needs them: what ``take`` returns is sent in
+        place of an instance (of exactly this class), and ``build`` makes an instance of it at the
+        other end. Hooks replace the codec's own encoding of the class. None, bool, numbers, texts,
+        bytes, containers, dates, paths and numpy arrays cannot have hooks.
 
-        ``take(value, sending)`` runs on the thread that sends, once for each time that the value is
-        encoded, which may be more often than it is sent. ``sending.peer`` is the rank that the
-        message is for, or None for several. ``sending.undo(callback)`` has something called if the
-        message certainly does not leave: encoding it fails, it is too large, the call or reply that
-        it belongs to is not sent. It is not called for a message that may have left, which may
-        still not be read: its peer may die, or have given up the call. What ``take`` raises refuses
-        the value; if it returns ``NotImplemented``, the value travels as it would without hooks.
+        ``take(value, sending)`` runs on the sending thread each time the value is encoded, which
+        may be more often than it is sent. ``sending.peer`` is the receiving rank, or None for
+        several. ``sending.undo(callback)`` registers a callback for a message that certainly does
+        not leave: encoding fails, it is too large, or its call or reply is not sent. The callback
+        does not run for a message that may have left, even if the peer never reads it. An exception
+        of ``take`` refuses the value; ``NotImplemented`` encodes it as without hooks.
 
-        ``build(state, receiving)`` gets whatever a peer wants it to get: check the type and range
-        of everything in ``state``. ``receiving.peer`` is the rank that sent it, or None if unknown.
-        For the arguments of a call it runs on the thread that polls, so it must be quick and must
-        not call or wait. What it raises refuses the message; a ``RankwireError`` keeps its text.
+        ``build(state, receiving)`` gets whatever the peer sent: check the type and range of
+        everything in ``state``. ``receiving.peer`` is the sending rank, or None if unknown. For the
+        arguments of a call it runs on the polling thread, so it must be quick and must not call or
+        wait. An exception refuses the message; a ``RankwireError`` keeps its text.
 
         Args:
-            cls: An enum, a dataclass, a namedtuple or a msgspec Struct; with hooks any class.
-            name: What the wire calls it; its qualified name if not given.
-            take: Returns what travels in place of an instance: any value that is carried.
-            build: Returns an instance, made of what ``take`` had returned.
+            cls: An enum, dataclass, namedtuple or msgspec Struct; with hooks any class.
+            name: Its name on the wire; by default its qualified name.
+            take: Returns the value to send in place of an instance.
+            build: Returns an instance, made of what ``take`` returned.
 
         Raises:
-            ConfigurationError: It is of another kind, or it or its name is taken already.
+            ConfigurationError: The class needs hooks, or it or its name is registered already.
         """
         if cls is None:
             return lambda cls: self.register(cls, name=name, take=take, build=build)
@@ -200,24 +195,24 @@ class Codec(PublicDir):
         """Encode one value.
 
         Args:
-            value: What to send.
-            path: What to call it in an error.
-            peer: Whom it is for, to be told to hooks.
+            value: The value to send.
+            path: Its name in errors.
+            peer: The receiving rank, for hooks.
 
         Returns:
-            The buffers to send in this order, and the sum of their lengths. Some are the memory of
-            the caller's own arrays, which must not change until they have been sent. If they are
-            not sent, :meth:`undo` lets hooks know.
+            The buffers to send, in order, and the sum of their lengths. Some are the memory of the
+            caller's arrays, which must not change until they are sent. If they are not sent, call
+            :meth:`undo`.
 
         Raises:
-            UnsupportedTypeError: The value or one in it is not carried, or is nested too deeply.
-            MessageTooLargeError: It has 4 GiB without counting arrays and byte strings.
+            UnsupportedTypeError: A value cannot be sent, or is nested too deeply.
+            MessageTooLargeError: It has 4 GiB without arrays and byte strings.
         """
         if type(value) in PLAIN or is_flat(value):
             try:
                 return _join(_pack(value), ())
             except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
-                pass  # the walk says what and where
+                pass  # the walk finds the path
         return self._encode_by_walk(lambda writer: writer.lower(value), path, peer)
 
     def encode_record(
@@ -228,13 +223,13 @@ class Codec(PublicDir):
         levels: int = 1,
         peer: int | None = None,
     ) -> tuple[Buffers, int]:
-        """Encode a list whose items have names; the rest is as for :meth:`encode`.
+        """Encode a list whose items have names, like :meth:`encode`.
 
         Args:
             record: The items. The list itself does not count as a level of nesting.
-            paths: What to call each item in an error.
-            levels: 2 if the containers in it do not count either, only what is in those.
-            peer: Whom it is for.
+            paths: The name of each item in errors.
+            levels: 2 if the containers in it do not count either.
+            peer: The receiving rank, for hooks.
         """
         for item in record:
             kind = type(item)
@@ -249,10 +244,10 @@ class Codec(PublicDir):
         )
 
     def encode_flat(self, record: Sequence[Any]) -> tuple[Buffers, int] | None:
-        """Encode a record whose items are plain or flat, as the caller has seen to.
+        """Encode a record whose items are plain or flat, as the caller has checked.
 
         Returns:
-            What ``encode_record`` does; None if it has to look closer (a wide int, a strange text).
+            What ``encode_record`` does; None if that has to walk it (a wide int, a lone surrogate).
         """
         try:
             head = _pack(record)
@@ -264,16 +259,15 @@ class Codec(PublicDir):
         return _join(head, ())
 
     def undo(self, message: tuple[Sequence[Any], int]) -> None:
-        """Have hooks undo what they did for a message that was encoded and will not be sent.
+        """Let hooks undo what they did for an encoded message that will not be sent.
 
-        For a message without hooks, or one that was undone before, there is nothing to do. Safe
-        from any thread.
+        It does nothing for a message without hooks, or if repeated. Safe from any thread.
 
         Args:
-            message: What encoding returned, the very list.
+            message: What encoding returned, the same list.
 
         Raises:
-            ExceptionGroup: Some callbacks raised; the others were called all the same.
+            ExceptionGroup: Some callbacks raised; all were called.
         """
         if type(message[0]) is UndoableBuffers:
             message[0].sending.undo_all()
@@ -304,12 +298,11 @@ class Codec(PublicDir):
         one after the other; ``decode(bytearray(data))`` reads it back.
 
         Args:
-            payload: What the buffers of one ``encode`` held, in one piece. Arrays in the value are
-                writable views of it, so it belongs to the value from now on. Or what ``encode``
-                returned, which is copied.
-            unpack: Decodes a small plain one to the type that is expected (``unpacker_of``); one
-                that it refuses, and any other, is decoded to what it says.
-            peer: Who sent it, to be told to hooks.
+            payload: The joined buffers of one ``encode``. Arrays in the value are writable views of
+                it. Or what ``encode`` returned, which is copied.
+            unpack: Decodes a small plain head to the expected type (``unpacker_of``); any other
+                head, and one that it refuses, is decoded to what it holds.
+            peer: The sending rank, for hooks.
 
         Raises:
             InvalidMessageError: No codec with the same classes and options made this.
@@ -327,8 +320,8 @@ class Codec(PublicDir):
                 return value
         except (InvalidMessageError, KeyboardInterrupt):
             raise
-        # The one border: whatever msgspec, numpy, a constructor, a hook or a hash function raises.
-        # It must not end the thread that reads, so only an interrupt (Ctrl-C) passes.
+        # msgspec, numpy, constructors, hooks and hash functions may raise anything, which must not
+        # end the reader thread; only an interrupt (Ctrl-C) passes.
         except BaseException as error:
             if not isinstance(payload, tuple):
                 raise InvalidMessageError(
@@ -338,7 +331,7 @@ class Codec(PublicDir):
             raise InvalidMessageError(
                 f"the payload has {len(payload)} bytes, its head describes {reader.position}"
             )
-        # What ``encode`` returned. This comes last, so that the payload of a call is not tested.
+        # A tuple from ``encode``. Last, so that the payload of a call is not tested for it.
         return self.decode(bytearray().join(payload[0]), unpack, peer)
 
     def _encode_by_walk(
@@ -370,7 +363,7 @@ class Codec(PublicDir):
 
 
 def _explained(error: BaseException, path: str, how_to_pickle: str) -> BaseException:
-    """Return what to raise for what ended a walk that began at ``path``."""
+    """Return the error to raise for what ended a walk that began at ``path``."""
     if isinstance(error, Refusal):
         path += "".join(reversed(error.trail))
         advice = error.advice.replace(HOW_TO_PICKLE, how_to_pickle)
@@ -385,7 +378,7 @@ def _explained(error: BaseException, path: str, how_to_pickle: str) -> BaseExcep
 
 
 def _join(head: bytes, buffers: Iterable[bytes | memoryview]) -> tuple[Buffers, int]:
-    """Lay out a payload: the parts to send, and the sum of their lengths."""
+    """Return the parts of a payload to send, and the sum of their lengths."""
     if len(head) > _MAX_HEAD_NBYTES:
         raise MessageTooLargeError(len(head), _MAX_HEAD_NBYTES)
     prefix = _PREFIX(len(head))

@@ -129,8 +129,8 @@ class Mailbox:
     def find_place(self, key: Envelope, nbytes: int, first: memoryview) -> Destination | None:
         """Return the memory for a message whose first bytes have come; None if no receive has any.
 
-        Call it when all earlier messages of its key were delivered and no other is placed. It may be
-        repeated for the same message after an interrupt.
+        Call it when all earlier messages of its key were delivered and no other is placed. It may
+        be repeated for the same message after an interrupt.
         """
         receive = self.placing or self._first_wanted(key)
         if receive is None or receive.into is None or not receive.is_wanted:
