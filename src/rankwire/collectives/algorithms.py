@@ -3,7 +3,7 @@
 Arrays are flat and contiguous here. An algorithm writes to the user's memory only after it has
 heard from all ranks, or has met them. Reductions are in rank order unless a function says
 otherwise. Each element is computed once, or in the same way on all ranks, so results are equal bit
-for bit. ``docs/collectives.md`` lists the steps and bytes of each.
+for bit. ``docs/collective-algorithms.md`` lists the steps and bytes of each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Selection: which algorithm for which size and number of ranks.
 
 All ranks decide alike, from what all of them know. The limits were measured on one host
-(``docs/collectives.md``); between hosts the number of messages and bytes decides.
+(``docs/collective-algorithms.md``); between hosts the number of messages and bytes decides.
 """
 
 from __future__ import annotations
