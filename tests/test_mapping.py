@@ -88,6 +88,7 @@ SHOWN_IN = {
     "launch/child": "launch/test_run.py",
     "launch/job": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
+    "launch/run_options": "launch/test_run.py",
     "launch/output_streams": "launch/test_output.py",
     "backends/agreement": "backends/test_sub.py",
     "backends/sub_calls": "backends/test_sub.py",

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.attempt import DEFAULT_MAX_RESTARTS, OnFailure
-from rankwire.launch.run import DEFAULT_GRACE
 from rankwire.launch.run import run as run_ranks
+from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.version import __version__
 
 app = typer.Typer(
@@ -121,7 +120,7 @@ def run(
             metavar="N",
             help="With --on-failure restart: restarts of each rank; one more failure ends the job.",
         ),
-    ] = DEFAULT_MAX_RESTARTS,
+    ] = RunOptions.max_restarts,
     debugged: Annotated[
         int | None,
         typer.Option(
@@ -135,7 +134,7 @@ def run(
     grace: Annotated[
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="From the request to stop until SIGKILL."),
-    ] = DEFAULT_GRACE,
+    ] = RunOptions.grace,
     has_prefix: Annotated[
         bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its rank.")
     ] = True,
@@ -168,7 +167,7 @@ def run(
         secret_file = Path(named)
     if nodes > 1 and tls_dir is None and (named := os.environ.get("RANKWIRE_TLS_DIR")):
         tls_dir = Path(named)
-    code = run_ranks(
+    options = RunOptions(
         [*command, *(arguments or [])],
         ranks=ranks,
         nodes=nodes,
@@ -184,7 +183,7 @@ def run(
         has_prefix=has_prefix,
         log_dir=log_dir,
     )
-    raise typer.Exit(code)
+    raise typer.Exit(run_ranks(options))
 
 
 @app.command()
@@ -213,7 +212,8 @@ def doctor(
     if sys.stdout.isatty():  # the ranks write to a pipe
         os.environ.setdefault("FORCE_COLOR", "1")
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-    raise typer.Exit(run_ranks(command + ["--json"] * is_json, ranks=ranks, has_prefix=False))
+    options = RunOptions(command + ["--json"] * is_json, ranks=ranks, has_prefix=False)
+    raise typer.Exit(run_ranks(options))
 
 
 @app.command()

@@ -2,7 +2,8 @@
 
 import math
 
-from rankwire.launch.attempt import FIRST_PAUSE, LONGEST_PAUSE, OnFailure, Restarts
+from rankwire.launch.attempt import FIRST_PAUSE, LONGEST_PAUSE, Restarts
+from rankwire.launch.run_options import OnFailure
 
 
 def test_each_rank_has_its_own_limit_and_ever_longer_pauses():

@@ -11,6 +11,7 @@ from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
+from rankwire.launch.run_options import RunOptions
 from rankwire.launch.subreaper import Subreaper
 
 WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
@@ -25,14 +26,8 @@ def ranks(tmp_path: Path):
         closing(Subreaper(reaper)) as subreaper,
     ):
         output = Output(selector)
-        local = LocalRanks(
-            [str(tmp_path / "script.py")],
-            2,
-            grace=0.1,
-            loop=Loop(selector, list, output),
-            reaper=reaper,
-            subreaper=subreaper,
-        )
+        options = RunOptions([str(tmp_path / "script.py")], ranks=2, grace=0.1)
+        local = LocalRanks(options, Loop(selector, list, output), reaper, subreaper)
         local.start(WORLD, 0)
         yield local
         local.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from enum import StrEnum
 
 from rankwire.clock import REAL_TIME
 from rankwire.launch.child import Ending
@@ -28,16 +27,7 @@ from rankwire.wire.control_messages import Doing, Gone, Suspected
 _SETTLE = 0.3
 
 
-DEFAULT_MAX_RESTARTS = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds
-
-
-class OnFailure(StrEnum):
-    """What happens to the other ranks when one fails."""
-
-    STOP = "stop"  # they are stopped
-    CONTINUE = "continue"  # they continue without it
-    RESTART = "restart"  # they continue, and it alone is restarted
 
 
 class Restarts:

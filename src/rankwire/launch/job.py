@@ -26,12 +26,13 @@ from typing import NamedTuple
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.launch.attempt import Attempt, OnFailure, Restarts
+from rankwire.launch.attempt import Attempt, Restarts
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, Parts, RemoteRanks
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
+from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.launch.summary import first_failure
 from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.launchers import LauncherLink
@@ -63,44 +64,33 @@ class LaunchedJob:
     Args:
         loop: The launcher's loop.
         local: The ranks of this host.
+        options: The options of the launcher.
         listener: The bound socket for ranks and other launchers. The job closes it.
         address: The listener's ``host:port`` for the ranks.
         secret: The job's secret.
         policy: The protection of connections with ranks and launchers.
-        nodes: The number of hosts.
-        restarts: How many times all ranks may be restarted.
-        on_failure: What happens to the others when a rank fails.
-        max_restarts: How many times each rank may be restarted alone.
-        grace: Seconds from SIGTERM to SIGKILL.
-
-    Size: of its attributes nine are its arguments and parts.
     """
 
     def __init__(
         self,
         loop: Loop,
         local: LocalRanks,
+        options: RunOptions,
         *,
         listener: socket.socket,
         address: str,
         secret: bytes,
         policy: Policy,
-        nodes: int,
-        restarts: int,
-        on_failure: OnFailure,
-        max_restarts: int,
-        grace: float,
     ) -> None:
         self._loop = loop
-        self._parts = Parts(local, nodes)
+        self._parts = Parts(local, options.nodes)
         self._reporter = Reporter(loop.output, self._parts)
         self._address = address
         self._secret = secret
-        self._restarts = restarts
-        self._on_failure = on_failure
-        self._max_restarts = max_restarts if on_failure is OnFailure.RESTART else 0
+        self._options = options
+        restarts_alone = options.on_failure is OnFailure.RESTART
+        self._max_restarts = options.max_restarts if restarts_alone else 0
         self._anew = Restarts(self._max_restarts)
-        self._grace = grace
         self._name = f"run-{secrets.token_hex(4)}"
         self._attempt = Attempt()
         self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code
@@ -129,7 +119,7 @@ class LaunchedJob:
             policy=policy,
             told=told,
             are_restarted=self._max_restarts > 0,
-            nodes=nodes,
+            nodes=options.nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
         self._closing.callback(self._host.close)
@@ -141,15 +131,15 @@ class LaunchedJob:
             ConfigurationError: Launchers are missing; nothing was started.
         """
         self._gather()
-        for attempt in range(self._restarts + 1):
+        for attempt in range(self._options.restarts + 1):
             if self._first_request is None:
                 self._start(attempt)
                 self._supervise()
             has_failed = bool(self._attempt.failures(self._parts))
             if not has_failed or self._first_request is not None or self._trouble[0]:
                 break
-            if attempt < self._restarts:
-                count = f"restart {attempt + 1} of {self._restarts}"
+            if attempt < self._options.restarts:
+                count = f"restart {attempt + 1} of {self._options.restarts}"
                 self._reporter.announce_restart(self._attempt, count)
         text = self._reporter.report(self._attempt, self._trouble[0])
         if not text and self._first_request is not None:
@@ -269,7 +259,7 @@ class LaunchedJob:
                 part.release()
 
     def _stop_due(self) -> float:
-        return self._attempt.stop_due(self._parts.alive, self._grace)
+        return self._attempt.stop_due(self._parts.alive, self._options.grace)
 
     def _stop(self, number: int) -> None:
         self._attempt.stop()
@@ -303,14 +293,14 @@ class LaunchedJob:
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._attempt.rank_ended(rank, ending, by_itself)
         has_failed = ending.is_failure and by_itself and not self._attempt.is_stopping
-        if has_failed and self._on_failure is OnFailure.RESTART:
+        if has_failed and self._options.on_failure is OnFailure.RESTART:
             has_failed = not self._restarts_alone(rank, ending)
-        elif has_failed and self._on_failure is OnFailure.CONTINUE:
+        elif has_failed and self._options.on_failure is OnFailure.CONTINUE:
             self._reporter.announce_loss(rank, ending)
             has_failed = False
         if has_failed:
             self._attempt.stop_soon()
-        if not ending.is_failure or self._on_failure is OnFailure.CONTINUE:
+        if not ending.is_failure or self._options.on_failure is OnFailure.CONTINUE:
             self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
 
     def _restarts_alone(self, rank: int, ending: Ending) -> bool:
@@ -324,7 +314,7 @@ class LaunchedJob:
     def _rank_gone(self, gone: Gone) -> None:
         self._attempt.rank_gone(gone)
         if gone.silent and not gone.orderly:
-            if self._on_failure is OnFailure.RESTART and not self._attempt.is_stopping:
+            if self._options.on_failure is OnFailure.RESTART and not self._attempt.is_stopping:
                 self._loop.output.say(f"rank {gone.rank} is killed: {gone.reason}", "bold yellow")
                 self._parts.part_of(gone.rank).end(gone.rank)
             else:

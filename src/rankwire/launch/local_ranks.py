@@ -19,10 +19,9 @@ from __future__ import annotations
 import errno
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
-from pathlib import Path
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
@@ -30,6 +29,7 @@ from rankwire.launch.child import Child, Ending, JobSettings, OomCounter
 from rankwire.launch.debug import Terminal
 from rankwire.launch.loop import Loop
 from rankwire.launch.reaper import Reaper
+from rankwire.launch.run_options import RunOptions
 from rankwire.launch.subreaper import Subreaper
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.texts import name_ranks
@@ -52,43 +52,21 @@ class LocalRanks:
     """Start, watch and end the processes of this host's ranks. For one thread.
 
     Size: of its attributes ten are its arguments and their parts.
-
-    Args:
-        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
-        count: The number of ranks on this host.
-        grace: Seconds from the request to stop to SIGKILL.
-        loop: The launcher's loop, with the output.
-        reaper: Ends the ranks if this process dies.
-        subreaper: Finds processes that ranks started and that left their process groups.
-        tls_dir: The folder with their certificates, if any.
-        debugged: The rank that gets the terminal, if any.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        count: int,
-        *,
-        grace: float,
-        loop: Loop,
-        reaper: Reaper,
-        subreaper: Subreaper,
-        tls_dir: Path | None = None,
-        debugged: int | None = None,
+        self, options: RunOptions, loop: Loop, reaper: Reaper, subreaper: Subreaper
     ) -> None:
-        self.count = count
+        self.count = options.ranks
         self.ranks = range(0)
         self.stopped: list[int] = []
         self.killed: list[int] = []
         self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
-        self._command = command
-        self._grace = grace
+        self._options = options
         self._selector = loop.selector
         self._output = loop.output
         self._reaper = reaper
         self._subreaper = subreaper
-        self._tls_dir = tls_dir
-        self._debugged = debugged
         self._terminal = Terminal()
         self._world: JobSettings | None = None
         self._stays = False
@@ -104,9 +82,10 @@ class LocalRanks:
         Raises:
             ConfigurationError: A rank cannot be started or has no certificate.
         """
-        if self._tls_dir is not None:
+        tls_dir = self._options.tls_dir
+        if tls_dir is not None:
             for rank in range(first_rank, first_rank + self.count):
-                files_of(self._tls_dir, rank)
+                files_of(tls_dir, rank)
         self.close()
         self._children = []
         self.stopped, self.killed = [], []
@@ -123,10 +102,10 @@ class LocalRanks:
                 child = Child(
                     rank,
                     world,
-                    self._command,
+                    self._options.command,
                     incarnation=incarnation,
-                    debugged=self._debugged,
-                    tls_dir=self._tls_dir,
+                    debugged=self._options.debugged,
+                    tls_dir=self._options.tls_dir,
                     log_file=self._output.log_of(rank),
                     leash=leash,
                 )
@@ -218,7 +197,7 @@ class LocalRanks:
             return
         self._check_children()  # a rank that ended before this ended by itself
         self._phase = _Phase.STOPPING
-        self._kill_at = REAL_TIME.now() + self._grace
+        self._kill_at = REAL_TIME.now() + self._options.grace
         if number == signal.SIGINT:
             self._output.fold_interrupts()
         for child in self._children:
@@ -267,7 +246,7 @@ class LocalRanks:
 
     def _begin_clearing(self) -> None:
         self._phase = _Phase.CLEARING
-        self._clear_until = REAL_TIME.now() + self._grace if not self.killed else -math.inf
+        self._clear_until = REAL_TIME.now() + self._options.grace if not self.killed else -math.inf
         number = signal.SIGKILL if self.killed else signal.SIGTERM
         for child in self._children:
             child.send_group(number)

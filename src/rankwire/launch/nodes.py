@@ -28,6 +28,7 @@ from rankwire.errors import (
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
+from rankwire.launch.run_options import RunOptions
 from rankwire.rendezvous.launchers import (
     Asked,
     End,
@@ -223,31 +224,19 @@ class _InterruptedError(Exception):
 
 
 def follow(
-    loop: Loop,
-    ranks: LocalRanks,
-    *,
-    address: str,
-    secret: bytes,
-    policy: Policy,
-    node: int,
-    nodes: int,
+    loop: Loop, ranks: LocalRanks, options: RunOptions, *, secret: bytes, policy: Policy
 ) -> int:
     """Run the launcher of a host other than node 0; return the exit code.
-
-    Args:
-        loop: This launcher's loop.
-        ranks: The ranks of this host.
-        address: The address of node 0.
-        secret: The job's secret.
-        policy: The protection of the connection to node 0.
-        node: This host's number.
-        nodes: The number of hosts.
 
     Raises:
         ConfigurationError: Node 0 was not found, or refused this node.
     """
+    address, node = options.master, options.node
+    assert address is not None
+    dial = partial(
+        dial_launcher, address, secret=secret, node=node, nodes=options.nodes, policy=policy
+    )
     try:
-        dial = partial(dial_launcher, address, secret=secret, node=node, nodes=nodes, policy=policy)
         link = _find_node_0(loop, dial, address, node)
     except _InterruptedError as interrupted:
         return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)

@@ -129,6 +129,10 @@ def keep(grace: float) -> None:
             kind.append(number)
         else:
             kind.remove(-number)
+    _end(groups, adopted, grace)
+
+
+def _end(groups: list[int], adopted: list[int], grace: float) -> None:
     end = time.monotonic() + grace
     young = descendants(groups + adopted)  # before SIGTERM makes some of them orphans
     outside = adopted + [pid for pid, group, _ in young if group not in groups]

@@ -116,33 +116,35 @@ class Reporter:
             fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
             self._output.say(f"failed because of that: {fell}", "bold red")
         elif failures:
-            first = first_failure(failures)
-            reason = first.reason.partition(": ")[0] if self._is_seen(first) else first.reason
-            reason = f" ({reason})" if reason else ""
-            where = self._parts.where(first.rank)
-            chain = attempt.hold_up(failures)
-            if len(chain) > 1:
-                gist = self._blame_who_held_up(attempt, chain)
-                text = f"rank {first.rank} gave up first: {first.ending}{reason}{where}"
-            else:
-                gist = text = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
-            self._output.say(text, "bold red")
-            self._quote(first)
-            others: dict[str, list[int]] = {}
-            for failure in failures:
-                if failure.rank != first.rank:
-                    others.setdefault(str(failure.ending), []).append(failure.rank)
-            if others:
-                each = (
-                    f"{name_ranks(sorted(ranks))} ({ending})" for ending, ranks in others.items()
-                )
-                self._output.say(f"failed too: {', '.join(each)}")
+            gist = self._report_failures(attempt, failures)
         for word, ranks in (
             ("stopped", [rank for part in self._parts for rank in part.stopped]),
             ("killed", [rank for part in self._parts for rank in part.killed]),
         ):
             if ranks:
                 self._output.say(f"{word}: {name_ranks(ranks)}")
+        return gist
+
+    def _report_failures(self, attempt: Attempt, failures: list[Failure]) -> str:
+        first = first_failure(failures)
+        reason = first.reason.partition(": ")[0] if self._is_seen(first) else first.reason
+        reason = f" ({reason})" if reason else ""
+        where = self._parts.where(first.rank)
+        chain = attempt.hold_up(failures)
+        if len(chain) > 1:
+            gist = self._blame_who_held_up(attempt, chain)
+            text = f"rank {first.rank} gave up first: {first.ending}{reason}{where}"
+        else:
+            gist = text = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
+        self._output.say(text, "bold red")
+        self._quote(first)
+        others: dict[str, list[int]] = {}
+        for failure in failures:
+            if failure.rank != first.rank:
+                others.setdefault(str(failure.ending), []).append(failure.rank)
+        if others:
+            each = (f"{name_ranks(sorted(ranks))} ({ending})" for ending, ranks in others.items())
+            self._output.say(f"failed too: {', '.join(each)}")
         return gist
 
     def _blame_who_held_up(self, attempt: Attempt, chain: list[int]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import os
 import resource
 import secrets
@@ -17,18 +16,18 @@ import selectors
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from rankwire.environment import default_timeout
-from rankwire.errors import ConfigurationError, InvalidWorldSizeError
-from rankwire.launch.attempt import DEFAULT_MAX_RESTARTS, OnFailure
+from rankwire.errors import ConfigurationError
 from rankwire.launch.job import LaunchedJob
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import STOPPING, Loop, collected_signals
 from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
+from rankwire.launch.run_options import MAKE_A_SECRET, RunOptions
 from rankwire.launch.subreaper import Subreaper
 from rankwire.observe.tracebacks import is_everything_printed
 from rankwire.rendezvous import open_files
@@ -38,151 +37,68 @@ from rankwire.rendezvous.standalone import bind
 from rankwire.transports.security import Policy, choose_policy, files_of
 from rankwire.transports.sockets import TcpAddress
 
-DEFAULT_GRACE = 5.0
 _SECRET_NBYTES = 32
 _LOOPBACKS = ("127.0.0.1:0", "[::1]:0")
 # Open files of the launcher itself, including those of a rank that is being started.
 _OWN_DESCRIPTORS = 24
 _DESCRIPTORS_OF_RANK = 4  # two pipes, its socket for the secret, and its connection
-_MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 
 
-def run(
-    command: Sequence[str],
-    *,
-    ranks: int,
-    nodes: int = 1,
-    node: int = 0,
-    master: str | None = None,
-    secret_file: Path | None = None,
-    tls_dir: Path | None = None,
-    restarts: int = 0,
-    on_failure: OnFailure = OnFailure.STOP,
-    max_restarts: int = DEFAULT_MAX_RESTARTS,
-    debugged: int | None = None,
-    grace: float = DEFAULT_GRACE,
-    has_prefix: bool = True,
-    log_dir: Path | None = None,
-) -> int:
-    """Start a Python program as ``ranks`` processes, wait for them, and return the exit code.
+def run(options: RunOptions) -> int:
+    """Start a Python program as several processes, wait for them, and return the exit code.
 
     The code is 0 if all ranks ended with 0 (of a restarted rank, its last process). Else it is that
     of the rank that failed first, or 128 + the signal that killed it or stopped the launcher. All
     hosts return the same. Main thread only.
 
-    Args:
-        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
-        ranks: The number of ranks on this host.
-        nodes: The number of hosts, each with its own launcher.
-        node: The number of this host; world ranks are numbered in this order.
-        master: ``host:port`` where the launcher of node 0 listens.
-        secret_file: A file with the job's secret, the same on all hosts; None creates a secret.
-        tls_dir: The folder with the certificates of the launcher and of this host's ranks.
-        restarts: How many times all ranks may be restarted after a failure.
-        on_failure: What happens to the other ranks when one fails.
-        max_restarts: How many times each rank may be restarted alone.
-        debugged: The rank that gets this launcher's terminal, to be debugged in it.
-        grace: Seconds between the request to stop and SIGKILL.
-        has_prefix: Whether to begin each line with its rank.
-        log_dir: Where to write each rank's output as ``rank_N.log`` too.
-
     Raises:
-        ConfigurationError: Nothing was started, because a setting cannot work.
+        ConfigurationError: An option is invalid; nothing was started.
     """
-    if ranks < 1:
-        raise InvalidWorldSizeError(ranks)
-    if not 0 <= grace < math.inf:
-        raise ConfigurationError(f"the grace is 0 or more seconds, not {grace!r}")
-    default_timeout()  # an invalid one is one error here, instead of one for each rank
-    _check_nodes(nodes, node, master, secret_file)
-    if restarts and on_failure is not OnFailure.STOP:
-        raise ConfigurationError(
-            f"--restarts starts all ranks again when one fails, --on-failure {on_failure} lets the"
-            " others go on: choose one of the two"
-        )
-    if debugged is not None and nodes == 1 and not 0 <= debugged < ranks:
-        raise ConfigurationError(f"--debug-rank {debugged}: there are ranks 0 to {ranks - 1}")
-    secret = _secret(secret_file)
-    policy = _policy(master or _LOOPBACKS[0], tls_dir)
-    if tls_dir is not None:
-        tls_dir = tls_dir.absolute()  # a program may change its working directory
+    options.check()
+    secret = _secret(options.secret_file)
+    policy = _policy(options.master or _LOOPBACKS[0], options.tls_dir)
+    if options.tls_dir is not None:  # a program may change its working directory
+        options = replace(options, tls_dir=options.tls_dir.absolute())
     _fill_standard_fds()
-    _check_descriptors(ranks, has_logs=log_dir is not None)
+    _check_descriptors(options.ranks, has_logs=options.log_dir is not None)
     with contextlib.ExitStack() as stack:
         # poll, not epoll: the launcher's own output may be a regular file.
         selector = stack.enter_context(selectors.PollSelector())
         output = Output(
             selector,
-            has_prefix=has_prefix,
-            has_status=debugged is None,
-            log_dir=log_dir,
+            has_prefix=options.has_prefix,
+            has_status=options.debugged is None,
+            log_dir=options.log_dir,
             folds_repeats=not is_everything_printed(),
         )
         stack.callback(output.close)
         stack.enter_context(_runtime_folder(output))
         signals = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, signals, output)
-        reaper = stack.enter_context(_reaper(grace))
+        reaper = stack.enter_context(_reaper(options.grace))
         subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
         if not subreaper.is_adopting:
             output.say("processes that ranks start in other sessions may be left running here")
-        local = LocalRanks(
-            command,
-            ranks,
-            grace=grace,
-            loop=loop,
-            reaper=reaper,
-            subreaper=subreaper,
-            tls_dir=tls_dir,
-            debugged=debugged,
-        )
+        local = LocalRanks(options, loop, reaper, subreaper)
         stack.callback(local.close)
-        if node > 0:
-            assert master is not None
-            return follow(
-                loop, local, address=master, secret=secret, policy=policy, node=node, nodes=nodes
-            )
-        # Bound before its address is announced, so that no other process can take the port.
-        listener = bind(master) if master is not None else _bind_loopback()
-        host, port = listener.getsockname()[:2]
-        if nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
-            output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
+        if options.node > 0:
+            return follow(loop, local, options, secret=secret, policy=policy)
+        listener, address = _listen(options, output)
         job = LaunchedJob(
-            loop,
-            local,
-            listener=listener,
-            address=master or str(TcpAddress(host, port)),
-            secret=secret,
-            policy=policy,
-            nodes=nodes,
-            restarts=restarts,
-            on_failure=on_failure,
-            max_restarts=max_restarts,
-            grace=grace,
+            loop, local, options, listener=listener, address=address, secret=secret, policy=policy
         )
         stack.callback(job.close)
         return job.run()
 
 
-def _check_nodes(nodes: int, node: int, master: str | None, secret_file: Path | None) -> None:
-    if nodes < 1 or not 0 <= node < nodes:
-        raise ConfigurationError(f"there is no node {node} of {nodes}: nodes count from 0")
-    if nodes == 1:
-        return
-    if master is None:
-        raise ConfigurationError(
-            f"{nodes} nodes need --master host:port, the same on all:"
-            " where the launcher of node 0 shall listen"
-        )
-    if master.rpartition(":")[0] in ("0.0.0.0", "[::]", "*"):
-        raise ConfigurationError(f"--master {master}: name the host as the others reach it")
-    if master.endswith(":0"):
-        raise ConfigurationError(f"--master {master}: choose a port, the others have to know it")
-    if secret_file is None:
-        raise ConfigurationError(
-            f"{nodes} nodes need a secret, so that no other process can join. Make one with"
-            f" {_MAKE_A_SECRET}, copy it to all hosts, and add --secret-file job.secret"
-        )
+def _listen(options: RunOptions, output: Output) -> tuple[socket.socket, str]:
+    """Bind before the address is announced, so that no other process can take the port."""
+    master = options.master
+    listener = bind(master) if master is not None else _bind_loopback()
+    host, port = listener.getsockname()[:2]
+    if options.nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
+        output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
+    return listener, master or str(TcpAddress(host, port))
 
 
 def _secret(secret_file: Path | None) -> bytes:
@@ -192,7 +108,7 @@ def _secret(secret_file: Path | None) -> bytes:
     if len(secret) < MIN_SECRET_NBYTES:
         raise ConfigurationError(
             f"--secret-file {secret_file} has {len(secret)} bytes, at least {MIN_SECRET_NBYTES}"
-            f" are needed; make one with {_MAKE_A_SECRET}"
+            f" are needed; make one with {MAKE_A_SECRET}"
         )
     return secret
 

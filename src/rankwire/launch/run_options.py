@@ -1,0 +1,101 @@
+"""The options of ``rankwire run``, and which of them are invalid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rankwire.environment import default_timeout
+from rankwire.errors import ConfigurationError, InvalidWorldSizeError
+
+MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
+
+
+class OnFailure(StrEnum):
+    """What happens to the other ranks when one fails."""
+
+    STOP = "stop"  # they are stopped
+    CONTINUE = "continue"  # they continue without it
+    RESTART = "restart"  # they continue, and it alone is restarted
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a launcher.
+
+    Attributes:
+        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+        ranks: The number of ranks on this host.
+        nodes: The number of hosts, each with its own launcher.
+        node: The number of this host; world ranks are numbered in this order.
+        master: ``host:port`` where the launcher of node 0 listens.
+        secret_file: A file with the job's secret, the same on all hosts; None creates a secret.
+        tls_dir: The folder with the certificates of the launcher and of this host's ranks.
+        restarts: How many times all ranks may be restarted after a failure.
+        on_failure: What happens to the other ranks when one fails.
+        max_restarts: How many times each rank may be restarted alone.
+        debugged: The rank that gets this launcher's terminal, if any.
+        grace: Seconds from the request to stop to SIGKILL.
+        has_prefix: Whether to begin each line of output with its rank.
+        log_dir: The folder for logs of each rank's output, ``rank_N.log``.
+    """
+
+    command: Sequence[str]
+    ranks: int
+    nodes: int = 1
+    node: int = 0
+    master: str | None = None
+    secret_file: Path | None = None
+    tls_dir: Path | None = None
+    restarts: int = 0
+    on_failure: OnFailure = OnFailure.STOP
+    max_restarts: int = 3
+    debugged: int | None = None
+    grace: float = 5.0
+    has_prefix: bool = True
+    log_dir: Path | None = None
+
+    def check(self) -> None:
+        """Raise a ConfigurationError if an option, or ``RANKWIRE_TIMEOUT``, is invalid."""
+        if self.ranks < 1:
+            raise InvalidWorldSizeError(self.ranks)
+        if not 0 <= self.grace < math.inf:
+            raise ConfigurationError(f"the grace is 0 or more seconds, not {self.grace!r}")
+        default_timeout()  # an invalid one is one error here, instead of one for each rank
+        self._check_nodes()
+        if self.restarts and self.on_failure is not OnFailure.STOP:
+            raise ConfigurationError(
+                f"--restarts starts all ranks again when one fails, --on-failure {self.on_failure}"
+                " lets the others go on: choose one of the two"
+            )
+        is_here = self.debugged is None or 0 <= self.debugged < self.ranks
+        if self.nodes == 1 and not is_here:
+            raise ConfigurationError(
+                f"--debug-rank {self.debugged}: there are ranks 0 to {self.ranks - 1}"
+            )
+
+    def _check_nodes(self) -> None:
+        nodes, master = self.nodes, self.master
+        if nodes < 1 or not 0 <= self.node < nodes:
+            raise ConfigurationError(f"there is no node {self.node} of {nodes}: nodes count from 0")
+        if nodes == 1:
+            return
+        if master is None:
+            raise ConfigurationError(
+                f"{nodes} nodes need --master host:port, the same on all:"
+                " where the launcher of node 0 shall listen"
+            )
+        if master.rpartition(":")[0] in ("0.0.0.0", "[::]", "*"):
+            raise ConfigurationError(f"--master {master}: name the host as the others reach it")
+        if master.endswith(":0"):
+            raise ConfigurationError(
+                f"--master {master}: choose a port, the others have to know it"
+            )
+        if self.secret_file is None:
+            raise ConfigurationError(
+                f"{nodes} nodes need a secret, so that no other process can join. Make one with"
+                f" {MAKE_A_SECRET}, copy it to all hosts, and add --secret-file job.secret"
+            )
