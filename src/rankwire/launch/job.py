@@ -21,7 +21,7 @@ import math
 import secrets
 import signal
 import socket
-from typing import NamedTuple
+from dataclasses import replace
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
@@ -47,15 +47,26 @@ from rankwire.wire.control_messages import Gone
 _ECHO_OF_NODES = 2.0
 
 
-class _Request(NamedTuple):
-    """A signal that asked a node's launcher to end the job."""
+class _Requests:
+    """The signals that asked launchers to end the job.
 
-    number: int
-    node: int
-    at: float
+    Attributes:
+        first: The number of the first signal; None without any.
+        is_impatient: Whether a signal came when no rank was alive.
+    """
 
-    def is_echoed_by(self, node: int) -> bool:
-        return REAL_TIME.now() - self.at < _ECHO_OF_NODES and node != self.node
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.is_impatient = False
+        self._last_node, self._last_at = 0, -math.inf
+
+    def add(self, number: int, node: int) -> bool:
+        """Add a signal to the launcher of a node; return False if it is an echo."""
+        if REAL_TIME.now() - self._last_at < _ECHO_OF_NODES and node != self._last_node:
+            return False
+        self._last_node, self._last_at = node, REAL_TIME.now()
+        self.first = number if self.first is None else self.first
+        return True
 
 
 class LaunchedJob:
@@ -85,18 +96,14 @@ class LaunchedJob:
         self._loop = loop
         self._parts = Parts(local, options.nodes)
         self._reporter = Reporter(loop.output, self._parts)
-        self._address = address
-        self._secret = secret
         self._options = options
         restarts_alone = options.on_failure is OnFailure.RESTART
-        self._max_restarts = options.max_restarts if restarts_alone else 0
-        self._anew = Restarts(self._max_restarts)
-        self._name = f"run-{secrets.token_hex(4)}"
+        self._anew = Restarts(options.max_restarts if restarts_alone else 0)
+        name, stays = f"run-{secrets.token_hex(4)}", self._anew.limit > 0
+        self._settings = JobSettings(0, address, name, secret, stays=stays)  # size: see _start
         self._attempt = Attempt()
         self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code
-        self._first_request: _Request | None = None  # the signal that ended the job
-        self._last_request: _Request | None = None
-        self._is_impatient = False
+        self._requests = _Requests()
         local.on_ended = self._rank_ended
         loop.on_turn = lambda: self._reporter.show_status(self._attempt)
         self._closing = contextlib.ExitStack()
@@ -114,11 +121,11 @@ class LaunchedJob:
             listener,
             local.count,
             secret=secret,
-            job=self._name,
+            job=name,
             clock=REAL_TIME,
             policy=policy,
             told=told,
-            are_restarted=self._max_restarts > 0,
+            are_restarted=stays,
             nodes=options.nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
@@ -132,23 +139,25 @@ class LaunchedJob:
         """
         self._gather()
         for attempt in range(self._options.restarts + 1):
-            if self._first_request is None:
+            if self._requests.first is None:
                 self._start(attempt)
                 self._supervise()
             has_failed = bool(self._attempt.failures(self._parts))
-            if not has_failed or self._first_request is not None or self._trouble[0]:
+            if not has_failed or self._requests.first is not None or self._trouble[0]:
                 break
             if attempt < self._options.restarts:
                 count = f"restart {attempt + 1} of {self._options.restarts}"
                 self._reporter.announce_restart(self._attempt, count)
         text = self._reporter.report(self._attempt, self._trouble[0])
-        if not text and self._first_request is not None:
-            text = f"{signal_name(self._first_request.number)}: the job was stopped"
-        code, was_asked = self.exit_code, self._first_request is not None
+        if not text and self._requests.first is not None:
+            text = f"{signal_name(self._requests.first)}: the job was stopped"
+        code, was_asked = self.exit_code, self._requests.first is not None
         for part in self._parts.remote.values():
             part.finish(code, text, was_asked=was_asked)
         patience = LAST_WORDS if was_asked else math.inf
-        return self._loop.write_rest(code, patience=0.0 if self._is_impatient else patience)
+        return self._loop.write_rest(
+            code, patience=0.0 if self._requests.is_impatient else patience
+        )
 
     @property
     def exit_code(self) -> int:
@@ -156,8 +165,8 @@ class LaunchedJob:
         failures = self._attempt.failures(self._parts)
         if failures:
             return first_failure(failures).ending.exit_code
-        if self._first_request is not None:
-            return 128 + self._first_request.number
+        if self._requests.first is not None:
+            return 128 + self._requests.first
         return self._trouble[1]
 
     def close(self) -> None:
@@ -174,13 +183,15 @@ class LaunchedJob:
             if deadline.expired:
                 raise ConfigurationError(
                     f"no launcher came for node {', '.join(map(str, missing))} within"
-                    f" {deadline.limit:g} s; start it there with --master {self._address}"
+                    f" {deadline.limit:g} s; start it there with --master {self._settings.address}"
                 )
             for number in self._loop.turn(STATUS_EVERY):
                 self._obey(number)
             nodes = ", ".join(map(str, missing))
-            self._loop.output.remind(f"waiting for the launcher of node {nodes} at {self._address}")
-            if self._first_request is not None:
+            self._loop.output.remind(
+                f"waiting for the launcher of node {nodes} at {self._settings.address}"
+            )
+            if self._requests.first is not None:
                 return
 
     def _launcher_came(self, node: int, link: LauncherLink) -> None:
@@ -213,12 +224,11 @@ class LaunchedJob:
 
     def _start(self, attempt: int) -> None:
         size = sum(part.count for part in self._parts)
-        job = f"{self._name}.{attempt}"
+        job = f"{self._settings.job}.{attempt}"
         self._attempt = Attempt()
-        self._anew = Restarts(self._max_restarts)
+        self._anew = Restarts(self._anew.limit)
         self._host.expect(world_size=size, job=job)
-        stays = self._max_restarts > 0
-        world = JobSettings(size, self._address, job, self._secret, attempt, stays)
+        world = replace(self._settings, size=size, job=job, attempt=attempt)
         first_rank = 0
         for part in self._parts:
             part.start(world, first_rank)
@@ -254,7 +264,7 @@ class LaunchedJob:
                 self._parts.part_of(rank).restart(rank, incarnation)
             except ConfigurationError as error:
                 self._give_up(error.message)
-        if self._max_restarts and not self._anew.are_pending and not self._parts.alive:
+        if self._anew.limit and not self._anew.are_pending and not self._parts.alive:
             for part in self._parts:
                 part.release()
 
@@ -269,12 +279,10 @@ class LaunchedJob:
 
     def _obey(self, number: int, node: int = 0) -> None:
         """Act on a signal to the launcher of a node."""
-        if self._last_request is not None and self._last_request.is_echoed_by(node):
+        if not self._requests.add(number, node):
             return
-        self._last_request = _Request(number, node, REAL_TIME.now())
-        self._first_request = self._first_request or self._last_request
         alive = self._parts.alive
-        self._is_impatient = self._is_impatient or not alive
+        self._requests.is_impatient = self._requests.is_impatient or not alive
         where = f" on node {node}" if node else ""
         if not self._parts.have_started:
             self._loop.output.say(f"{signal_name(number)}{where}: the job ends before it began")
