@@ -46,7 +46,6 @@ class JobSettings:
     Attributes:
         size: The number of ranks on all hosts.
         address: The address of the launcher's coordinator.
-        job: The name of the job.
         secret: Each rank gets a key derived from it, not the secret itself.
         attempt: How many times all ranks were started before.
         stays: Whether a rank that has ended may be restarted alone.
@@ -62,17 +61,11 @@ class JobSettings:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended.
-
-    Attributes:
-        code: Its exit code, or None.
-        signal: The number of the signal that killed it, or None.
-        is_oom: Whether the kernel probably killed it because memory ran out.
-    """
+    """How a process ended: with an exit code, or killed by a signal."""
 
     code: int | None = None
     signal: int | None = None
-    is_oom: bool = False
+    is_oom: bool = False  # whether the kernel probably killed it because memory ran out
 
     @property
     def is_failure(self) -> bool:
@@ -143,7 +136,7 @@ class Child:
     Args:
         rank: Its number.
         world: The settings that all ranks share.
-        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
+        command: The interpreter's arguments.
         incarnation: How many times this rank was restarted alone.
         debugged: The rank that is debugged, if any. It has the launcher's terminal and no pipes.
         tls_dir: The folder with its certificate, if any.

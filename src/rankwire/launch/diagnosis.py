@@ -27,21 +27,15 @@ class Facts(msgspec.Struct, frozen=True):
     """Facts about one rank; 0 or empty if unknown.
 
     Attributes:
-        rank: The rank.
-        host: Its host's name.
         boot: Equal for ranks that share a kernel.
         net_namespace: Equal for ranks of one kernel that share a network.
         pid_namespace: Equal for ranks of one kernel that share process ids.
-        cores: The number of cores that it may use.
         spins: Whether a waiting thread polls before it sleeps, on its own core.
         why_nothing_shared: Why collectives cannot use shared memory; empty if they can.
-        max_descriptors: The limit of open files.
         somaxconn: The limit of connections in a listening socket's backlog.
         ptrace_scope: Yama's setting; -1 if the kernel has none.
         has_seccomp: Whether its system calls are filtered.
         mtu: The MTU of the default route's interface.
-        version: The version of rankwire.
-        python: The version of Python.
     """
 
     rank: int
@@ -65,8 +59,6 @@ class Cell(msgspec.Struct, frozen=True):
     """How one rank reaches another.
 
     Attributes:
-        src: The sender.
-        dst: The receiver.
         transport: ``"unix"`` or ``"tcp"``; empty if ``dst`` is unreachable.
         single_copy: Whether large messages are read from the sender's memory.
         why_not: Why not, or why ``dst`` is unreachable.
@@ -89,32 +81,19 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Something to change.
+    """Something to change."""
 
-    Attributes:
-        is_bad: Whether the world does not work without the change; else it is slower.
-        what: What was observed.
-        change: What to do about it.
-    """
-
-    is_bad: bool
+    is_bad: bool  # whether the world does not work without the change; else it is slower
     what: str
     change: str
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The results of an examination.
-
-    Attributes:
-        facts: About each rank.
-        cells: About each measured link.
-        marked: The cells to look at, as (src, dst).
-        advice: What to change.
-    """
+    """The results of an examination."""
 
     facts: list[Facts]
     cells: list[Cell]
-    marked: list[tuple[int, int]]
+    marked: list[tuple[int, int]]  # bad or slow links, as (src, dst)
     advice: list[Advice]
 
     @property

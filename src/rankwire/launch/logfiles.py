@@ -2,9 +2,8 @@
 
 In a shared folder such as ``/tmp`` another user may have planted a link to a file of this user, a
 file that they can read, or a FIFO. So a log is a new file of mode 0600, created through the
-descriptor of the folder. It replaces only a regular file of this user without hard links. A new
-folder gets mode 0700; an existing one keeps its mode. The folder may be a link of this user
-(``~/logs`` to a larger disk), but not one that another user made in a folder that others can write.
+descriptor of the folder, and replaces only a regular file of this user without hard links. The path
+may contain links of this user, but not one that another user made where others can write.
 """
 
 from __future__ import annotations

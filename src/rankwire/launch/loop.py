@@ -27,13 +27,7 @@ _MAX_SLEEP = 1.0
 
 
 class Loop:
-    """Wait for events and call their handlers. For one thread.
-
-    Attributes:
-        selector: The data of its keys are the handlers.
-        output: The output of the launcher and its ranks.
-        on_turn: Called after each turn.
-    """
+    """Wait for events and call the handlers in the selector's data. For one thread."""
 
     def __init__(
         self,

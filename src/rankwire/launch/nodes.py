@@ -12,7 +12,7 @@ import selectors
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rankwire.clock import REAL_TIME
@@ -240,7 +240,8 @@ def follow(
         link = _find_node_0(loop, dial, address, node)
     except _InterruptedError as interrupted:
         return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)
-    with closing(_Follower(loop, ranks, link, address, secret, node)) as follower:
+    settings = JobSettings(0, address, "", secret)
+    with closing(_Follower(loop, ranks, link, settings, node)) as follower:
         code = follower.run()
     return loop.write_rest(code, patience=LAST_WORDS if follower.was_asked else math.inf)
 
@@ -280,8 +281,7 @@ class _Follower:
     loop: Loop
     ranks: LocalRanks
     link: LauncherLink
-    address: str
-    secret: bytes = field(repr=False)
+    settings: JobSettings  # of which node 0 completes the rest
     node: int
     was_asked: bool = False
     failed: list[int] = field(default_factory=list)
@@ -317,7 +317,9 @@ class _Follower:
                 self.failed, self.has_reported = [], False
                 if attempt:
                     self.loop.output.say(f"starting the ranks here again, restart {attempt}")
-                world = JobSettings(world_size, self.address, job, self.secret, attempt, stays)
+                world = replace(
+                    self.settings, size=world_size, job=job, attempt=attempt, stays=stays
+                )
                 self._start(partial(self.ranks.start, world, first_rank))
             case Restart(rank, incarnation):
                 self.failed = [other for other in self.failed if other != rank]

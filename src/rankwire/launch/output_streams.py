@@ -197,11 +197,10 @@ class RankOutput:
     Args:
         rank: The rank.
         pipe: The pipe, which is set to non-blocking.
-        queue: The queue of the output to write to.
+        queue: The output to write to.
         prefix: The beginning of each line.
         log: The log for unchanged bytes, if any.
-        redraws: Whether the output redraws progress bars; else they become a line every few
-            seconds.
+        redraws: Whether progress bars are redrawn; else they become a line every few seconds.
     """
 
     def __init__(

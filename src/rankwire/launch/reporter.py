@@ -23,23 +23,14 @@ _MOST_PLACES = 2  # shown of ranks that waited for each other
 
 
 class Counts(NamedTuple):
-    """How many ranks are in which state.
-
-    Attributes:
-        running: Their processes run.
-        up: They are members of the formed world.
-        done: They ended with exit code 0.
-        failed: They ended otherwise.
-        suspected: They run, but have been silent for a while.
-        missing_nodes: Hosts whose launchers have not connected.
-    """
+    """How many ranks are in which state."""
 
     running: int = 0
-    up: int = 0
+    up: int = 0  # members of the formed world
     done: int = 0
     failed: int = 0
-    suspected: int = 0
-    missing_nodes: int = 0
+    suspected: int = 0  # running, but silent for a while
+    missing_nodes: int = 0  # hosts whose launchers have not connected
 
 
 def describe(counts: Counts, seconds: float) -> str:

@@ -1,11 +1,9 @@
 """Find the rank that failed first, and the part of its output that explains why. Pure.
 
-Processes do not end in the order in which they failed. A rank that raises leaves the world while
-the exception passes its ``with`` block; its peers lose it at that moment and may exit before it
-does. So the reports of the ranks to the coordinator decide: which rank failed by itself, and which
-because of another. For a rank without a report, such as one that never joined, its traceback
-decides. A rank that timed out failed by itself but is not to blame: the rank at the end of the
-chain that it waited for is.
+Processes do not end in the order in which they failed: a rank that raises leaves the world at once,
+and its peers may exit before it does. So the ranks' reports to the coordinator decide which rank
+failed by itself; without a report, its traceback does. A rank that timed out is not to blame: the
+rank at the end of the chain that it waited for is.
 """
 
 from __future__ import annotations
@@ -33,19 +31,12 @@ _PLAIN_LINES = 10
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed by itself.
-
-    Attributes:
-        rank: The rank.
-        ending: How its process ended.
-        errors: The last lines of its stderr.
-        gone: The coordinator's notice, if it was lost.
-    """
+    """A rank that failed by itself."""
 
     rank: int
     ending: Ending
-    errors: Sequence[str]
-    gone: Gone | None = None
+    errors: Sequence[str]  # the last lines of its stderr
+    gone: Gone | None = None  # the coordinator's notice, if it was lost
 
     @property
     def told(self) -> str:

@@ -2,9 +2,8 @@
 
 Another process cannot import a function of a notebook, a script or a prompt, which lives in
 ``__main__``. So cloudpickle sends it by value: its code, its closure and the globals that it names.
-In the process its globals are the ``__main__`` there, updated with those it named. So functions
-share state: ``global agent`` set in one cell is available in the next. Importable objects are
-pickled by name.
+In the process its globals are the ``__main__`` there, updated with those it named, so one cell can
+use what another has set. Importable objects are pickled by name.
 
 Unpickling runs code. That is safe here and nowhere else: the bytes come over a socket pair that the
 starter made before it started the process, both processes belong to one user, and running the

@@ -149,9 +149,6 @@ class FunctionRun:
         function: The function.
         args: Its arguments after the backend.
         leaves: Whether a rank leaves its world when the function ends.
-
-    Attributes:
-        ended: The outcomes so far, in order of arrival.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class FunctionRun:
     ) -> None:
         self._ranks = ranks
         self._printer = printer
-        self.ended: list[RankOutcome[Any]] = []
+        self.ended: list[RankOutcome[Any]] = []  # in order of arrival
         self._begun = 0
         try:
             for rank in ranks:

@@ -27,15 +27,7 @@ _END_PATIENCE = 5.0  # seconds for killed processes to be gone
 
 
 class ProcessWorld:
-    """Start ranks as processes. Thread-safe.
-
-    Args:
-        world_size: The number of ranks.
-        options: Options of their backends.
-
-    Attributes:
-        ranks: The ranks in order.
-        printer: Prints their output in the thread that waits for them.
+    """Start ranks as processes, with options for their backends. Thread-safe.
 
     Raises:
         RankFailedError: A rank did not join the world.
