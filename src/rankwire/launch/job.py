@@ -98,8 +98,8 @@ class LaunchedJob:
         self._reporter = Reporter(loop.output, self._parts)
         self._options = options
         restarts_alone = options.on_failure is OnFailure.RESTART
-        self._anew = Restarts(options.max_restarts if restarts_alone else 0)
-        name, stays = f"run-{secrets.token_hex(4)}", self._anew.limit > 0
+        self._restarts = Restarts(options.max_restarts if restarts_alone else 0)
+        name, stays = f"run-{secrets.token_hex(4)}", self._restarts.limit > 0
         self._settings = JobSettings(0, address, name, secret, stays=stays)  # size: see _start
         self._attempt = Attempt()
         self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code
@@ -226,7 +226,7 @@ class LaunchedJob:
         size = sum(part.count for part in self._parts)
         job = f"{self._settings.job}.{attempt}"
         self._attempt = Attempt()
-        self._anew = Restarts(self._anew.limit)
+        self._restarts = Restarts(self._restarts.limit)
         self._host.expect(world_size=size, job=job)
         world = replace(self._settings, size=size, job=job, attempt=attempt)
         first_rank = 0
@@ -238,14 +238,14 @@ class LaunchedJob:
         """Handle events until all parts are over."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
-            due_in = min(self._stop_due(), self._anew.next_at) - REAL_TIME.now()
+            due_in = min(self._stop_due(), self._restarts.next_at) - REAL_TIME.now()
             for number in self._loop.turn(min(due_in, wake_in)):
                 self._obey(number)
             for part in self._parts:
                 part.look()
             if REAL_TIME.now() >= self._stop_due():
                 self._stop(signal.SIGTERM)
-            self._start_anew()
+            self._restart_due()
             self._reporter.name_who_is_left(self._attempt)
             if self._attempt.is_stopping:
                 continue
@@ -253,10 +253,10 @@ class LaunchedJob:
             if (trouble := self._loop.new_stdout_trouble(where)) is not None:
                 self._give_up(*trouble)
 
-    def _start_anew(self) -> None:
+    def _restart_due(self) -> None:
         """Restart the ranks that are due; once none is left, let all parts end."""
-        for rank in self._anew.take_due(REAL_TIME.now()):
-            incarnation = self._anew.count(rank)
+        for rank in self._restarts.take_due(REAL_TIME.now()):
+            incarnation = self._restarts.count(rank)
             self._attempt.rank_restarts(rank)
             # First, so that the coordinator does not take the old process for the new one.
             self._host.expect_again(rank, incarnation)
@@ -264,7 +264,7 @@ class LaunchedJob:
                 self._parts.part_of(rank).restart(rank, incarnation)
             except ConfigurationError as error:
                 self._give_up(error.message)
-        if self._anew.limit and not self._anew.are_pending and not self._parts.alive:
+        if self._restarts.limit and not self._restarts.are_pending and not self._parts.alive:
             for part in self._parts:
                 part.release()
 
@@ -273,7 +273,7 @@ class LaunchedJob:
 
     def _stop(self, number: int) -> None:
         self._attempt.stop()
-        self._anew.cancel()
+        self._restarts.cancel()
         for part in self._parts:
             part.stop(number)
 
@@ -313,9 +313,9 @@ class LaunchedJob:
 
     def _restarts_alone(self, rank: int, ending: Ending) -> bool:
         """Schedule a restart of a failed rank; return False if it is out of restarts."""
-        pause = self._anew.plan(rank, REAL_TIME.now())
+        pause = self._restarts.plan(rank, REAL_TIME.now())
         if pause is not None:
-            count = f"restart {self._anew.count(rank)} of {self._anew.limit}"
+            count = f"restart {self._restarts.count(rank)} of {self._restarts.limit}"
             self._reporter.announce_rank_restart(rank, ending, f"in {pause:g} s, {count}")
         return pause is not None
 
