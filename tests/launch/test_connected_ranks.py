@@ -96,7 +96,7 @@ def test_the_first_failure_is_printed_once_and_one_line_for_each_other(run, tmp_
     for rank in (0, 2, 3):
         mine = [line for line in lines if line.startswith(f"[rank {rank}]")]
         assert len(mine) == 1
-        assert mine[0].startswith(f"[rank {rank}] fell because of rank 1: PeerLostError: rank ")
+        assert mine[0].startswith(f"[rank {rank}] failed because of rank 1: PeerLostError: rank ")
         assert "it raised ValueError [op recv" in mine[0]
         log = (tmp_path / f"rank_{rank}.log").read_text()
         assert log.count("Traceback") == 2  # its own, and that of rank 1

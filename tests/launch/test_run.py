@@ -314,7 +314,7 @@ finally:
     lines = done.stderr.splitlines()
     given_up = next(i for i, line in enumerate(lines) if "rank 1 was given up: its process" in line)
     assert given_up < lines.index("[rank 0] a while later")
-    assert "fell because of rank 1: PeerUnresponsiveError: " in done.stderr
+    assert "failed because of rank 1: PeerUnresponsiveError: " in done.stderr
     assert "rankwire: failed because of that: rank 0 (exit code 1)\n" in done.stderr
     assert "failed first" not in done.stderr
     assert "killed: rank 1\n" in done.stderr
@@ -370,7 +370,7 @@ while not all(os.path.exists(f"{ready}{other}") for other in (0, 2)):
     lines = done.stderr.splitlines()
     assert lines.count(f"rankwire: {words}") == 1
     for rank, other in ((0, 2), (2, 0)):
-        own = f"[rank {rank}] fell because of rank 1: RendezvousError: {words}"
+        own = f"[rank {rank}] failed because of rank 1: RendezvousError: {words}"
         same = f"rankwire: rank {rank} ended with the same error as rank {other}"
         assert any(line.startswith((own, same)) for line in lines)
     assert done.stderr.count("RendezvousError") == 1

@@ -40,8 +40,8 @@ def test_a_loss_that_was_only_logged_explains_nothing():
 
 
 def test_the_one_line_of_a_rank_that_fell_because_of_another_counts():
-    assert Failure(0, Ending(code=1), ["x", "fell because of rank 2: y"]).is_consequence
-    assert not Failure(0, Ending(code=1), ["fell because of rank 2: y", "x"]).is_consequence
+    assert Failure(0, Ending(code=1), ["x", "failed because of rank 2: y"]).is_consequence
+    assert not Failure(0, Ending(code=1), ["failed because of rank 2: y", "x"]).is_consequence
 
 
 def test_a_traceback_of_several_errors_is_one():

@@ -17,7 +17,7 @@ from rankwire.errors import (
     PeerUnresponsiveError,
     RemoteError,
 )
-from rankwire.observe.blame import Losses, is_consequence, root_of
+from rankwire.observe.blame import Losses, describe_failure, is_consequence, root_of
 from worlds import Running, eventually, process_world, runtime_folder_of_its_own, tcp_world
 
 
@@ -103,7 +103,7 @@ def test_who_fell_because_of_another_is_told_with_the_first_cause_alone():
     third = losses.explain(PeerLostError(3, "it raised ...", remote_traceback="of 3"), cause=0)
     assert (third.peer, third.root, third.remote_traceback) == (3, 1, "of rank 1")
     assert third.message == (
-        "rank 3 is lost: it fell because rank 1 is lost: it raised ValueError: bad batch"
+        "rank 3 is lost: it failed because rank 1 is lost: it raised ValueError: bad batch"
     )
     assert "traceback on rank 1:" in str(third)
     assert str(pickle.loads(pickle.dumps(third))) == str(third)
@@ -184,7 +184,7 @@ def test_all_survivors_name_the_first_cause(kind, wrap):
             assert isinstance(error, PeerLostError)
             assert (error.peer, error.root) == (0, 1)
             assert error.reason == (
-                "it fell because rank 1 is lost: it raised ValueError: bad batch"
+                "it failed because rank 1 is lost: it raised ValueError: bad batch"
             )
             assert str(error).count("Traceback") == 1
             assert "traceback on rank 1:" in str(error)
@@ -241,3 +241,48 @@ def test_without_a_coordinator_an_unexplained_end_comes_with_the_first_cause():
         error = waiting.error()
         assert (error.peer, error.root) == (3, 0)
         assert "after rank 0 was lost: it raised ValueError: bad batch" in error.reason
+
+
+# -- what a rank that fails reports about itself ---------------------------------------------------
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(), SystemExit(0), GeneratorExit()], ids=repr)
+def test_good_ends_are_no_falls(error):
+    assert describe_failure(error) is None
+
+
+def test_reason_and_traceback_are_those_of_the_error():
+    fall = describe_failure(raised(ValueError("bad batch\nwith details")))
+    assert fall.reason == "it raised ValueError: bad batch"
+    assert fall.traceback.startswith("Traceback (most recent call last)")
+    assert "with details" in fall.traceback
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_all_the_same():
+    fall = describe_failure(raised(Mute()))
+    assert "Mute" in fall.reason
+    assert "RuntimeError" in fall.reason
+
+
+def test_texts_are_bounded_and_can_be_sent():
+    fall = describe_failure(raised(ValueError("\ud800" + "x" * 1_000_000)))
+    assert len(fall.reason) < 1000
+    assert len(fall.traceback) < 40_000
+    (fall.reason + fall.traceback).encode()
+
+
+def test_a_rank_does_not_fall_because_of_itself():
+    lost = raised(PeerLostError(2, "it was given up", root=1))
+    assert [describe_failure(lost, rank=rank).cause for rank in (0, 1)] == [1, None]

@@ -44,7 +44,7 @@ def test_one_line_of_who_falls_because_of_another(loss):
     assert whole(loss).count("\n") > 10
     text = brief(loss)
     assert text.startswith(
-        "fell because of rank 1: PeerLostError: rank 1 is lost: it raised ValueError [op recv,"
+        "failed because of rank 1: PeerLostError: rank 1 is lost: it raised ValueError [op recv,"
     )
     assert text.endswith(f"({__file__}:{caught.__code__.co_firstlineno + 2} in caught)\n")
     assert text.count("\n") == 1

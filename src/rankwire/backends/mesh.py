@@ -48,8 +48,7 @@ from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.mesh.ports import Ports
 from rankwire.mesh.presence import Presence, Presences
 from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
-from rankwire.observe.blame import Losses
-from rankwire.observe.exit_report import fall_by
+from rankwire.observe.blame import Losses, describe_failure
 from rankwire.observe.stacks import methods_entered, places
 from rankwire.observe.status import PeerStatus
 from rankwire.transports.bells import Bell, PollBell
@@ -562,7 +561,7 @@ class Mesh(Backend):
             for port in ports:
                 port.shut_down(cause)
             patience = Deadline(_FAREWELL_PATIENCE, self.clock)
-            fallen = fall_by(error, rank=self.rank, first_lost=self._losses.first)
+            fallen = describe_failure(error, rank=self.rank, first_lost=self._losses.first)
             if fallen is None:
                 self.tell_leaving()
             else:  # first of all, before anyone sees a connection end

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 # The first line of an error as Python and ``observe.tracebacks`` print it.
 _BEGIN = re.compile(
-    r"(  \+ Exception Group )?Traceback \(most recent call last\):|fell because of rank \d+: "
+    r"(  \+ Exception Group )?Traceback \(most recent call last\):|failed because of rank \d+: "
 )
 _DIFFERS_BY_RANK = re.compile(
     r" \[(op|rank|peer|tag|waited) [^\[\]]*\]| \(rank \d+ says\)"

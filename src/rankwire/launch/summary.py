@@ -22,7 +22,7 @@ _LOSS_OF_ANOTHER = re.compile(
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
 )
 # As ``observe.tracebacks`` prints it.
-_FELL_BECAUSE = re.compile(r"fell because of rank \d+: ")
+_FELL_BECAUSE = re.compile(r"failed because of rank \d+: ")
 # At the beginning of the line; the quoted traceback of another rank is indented or behind a bar.
 _TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
 # The last lines to show without a traceback.

@@ -14,8 +14,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import RankFailedError, RanksStuckError
 from rankwire.local_world.printer import Printer
-from rankwire.observe.blame import is_consequence
-from rankwire.observe.exit_report import describe
+from rankwire.observe.blame import describe, is_consequence
 
 T = TypeVar("T")
 

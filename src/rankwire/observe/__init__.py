@@ -1,5 +1,5 @@
-"""What a rank does, and why it failed: status, stacks, tracebacks, blame, the report at its exit.
+"""What a rank does, and why it failed: status, stacks, tracebacks, blame.
 
-Everything here may import ``wire`` and the modules without a folder. It looks at values that it is
-given: it must not know connections or backends, and it never waits.
+It may import ``wire`` and the top-level modules. It works on values that it is given, knows no
+connections or backends, and never waits.
 """

@@ -1,14 +1,9 @@
-"""Blame: which rank's failure began it. Pure.
+"""Find the rank whose failure caused the others. Pure.
 
-A failure spreads: rank 1 raises, rank 0 falls because it lost rank 1, rank 3 because it lost rank
-0. A rank that is told of a loss wants to hear of the first one. Every error that another rank's
-failure has caused carries that rank as its ``root``, a rank of the world also in groups; a rank
-that falls by such an error tells the root along (``exit_report``), and those who lose it look up
-here what they know of the root.
-
-What is known of losses comes in the order in which the coordinator tells it, the root before its
-consequences. Without a coordinator a rank that falls cannot tell why: then an end without a reason
-counts as a consequence of the first loss.
+If rank 1 raises, rank 0 fails because it lost rank 1, and rank 3 because it lost rank 0. Errors
+caused by another rank carry its world rank as ``root``; a rank that fails reports the root. The
+coordinator reports the root before its consequences. Without a coordinator, a loss without a
+reason counts as a consequence of the first loss.
 """
 
 from __future__ import annotations
@@ -18,12 +13,15 @@ from typing import NamedTuple
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
+    DeadlineExceededError,
     PeerLostError,
     RankwireError,
     RemoteError,
 )
+from rankwire.texts import one_line, printable, text_of, traceback_of
+from rankwire.wire.control_messages import Fallen
 
-# Errors that come from another rank's failure, whatever else they say.
+_INTERRUPTED = 130  # the exit code of a process that SIGINT ended
 CONSEQUENCES = (PeerLostError, CollectiveAbortedError)
 _NAMES_OF_CONSEQUENCES = frozenset(
     {"PeerLostError", "PeerUnresponsiveError", "CollectiveAbortedError"}
@@ -31,9 +29,9 @@ _NAMES_OF_CONSEQUENCES = frozenset(
 
 
 def root_of(error: BaseException | None) -> int | None:
-    """Return the rank whose failure an error is a consequence of, where an error says so.
+    """Return the rank whose failure caused an error, if the error or its chain says so.
 
-    Those that it was raised from, or while handling, count too; of a group of errors, all of them.
+    An exception group has a root only if all its exceptions have one.
     """
     for link in chain(error):
         if isinstance(link, RankwireError) and link.root is not None:
@@ -46,7 +44,7 @@ def root_of(error: BaseException | None) -> int | None:
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether an error comes from the failure of some other rank, whichever that is."""
+    """Return whether the failure of another rank caused an error."""
     for link in chain(error):
         if isinstance(link, CONSEQUENCES):
             return True
@@ -58,7 +56,7 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error and those that it was raised from or while handling, the last one first."""
+    """Return an error, then its cause or context, then theirs, and so on."""
     found: list[BaseException] = []
     while error is not None and not any(error is link for link in found):
         found.append(error)
@@ -67,8 +65,6 @@ def chain(error: BaseException | None) -> list[BaseException]:
 
 
 class _Loss(NamedTuple):
-    """A rank that is lost, whose failure began that, and what was told of it."""
-
     rank: int
     root: int
     reason: str
@@ -76,9 +72,9 @@ class _Loss(NamedTuple):
 
 
 class Losses:
-    """What one rank knows of the ranks that are lost, in the order in which it heard of them.
+    """Keeps the lost ranks in the order in which this rank learned of them.
 
-    Safe from any thread: every change is one step.
+    Safe from any thread: every change is one dictionary operation.
     """
 
     def __init__(self) -> None:
@@ -86,19 +82,19 @@ class Losses:
 
     @property
     def first(self) -> int | None:
-        """The rank whose failure began the first loss."""
+        """The rank whose failure caused the first loss."""
         loss = self._first()
         return None if loss is None else loss.root
 
     def explain(
         self, error: RankwireError, *, cause: int | None = None, is_told: bool = True
     ) -> RankwireError:
-        """Return the error to raise because a peer is gone; if it is lost, that is remembered.
+        """Record a lost peer, and return its error with the root cause added.
 
         Args:
-            error: The peer's end as it was noticed or told.
-            cause: The rank because of which the peer fell, if it said so.
-            is_told: Whether there was anyone who could have told more.
+            error: How this rank noticed, or was told, that the peer is gone.
+            cause: The rank that the peer reported as the cause of its failure.
+            is_told: Whether a coordinator could have reported the cause.
         """
         peer, first = error.peer, self._first()
         if peer is None or error.root is not None:
@@ -115,18 +111,18 @@ class Losses:
             return _blaming(error, peer, error.reason + _after(first, peer))
         self._known.setdefault(peer, _Loss(peer, root, error.reason, ""))
         begin = self._known.get(root)
-        if begin is None:  # it has left in good order, or lives: the peer says that it is to blame
+        if begin is None:  # only the peer says so: that rank is alive, or left in an orderly way
             blaming = _blaming(error, root, error.reason)
             if isinstance(blaming, PeerLostError):
                 blaming.told_by = peer
             return blaming
-        reason = f"it fell because rank {root} is lost: {begin.reason}"
+        reason = f"it failed because rank {root} is lost: {begin.reason}"
         if not is_told:
             reason = error.reason + _after(begin, peer)
         return _blaming(error, root, reason, begin.traceback)
 
     def forget(self, rank: int) -> None:
-        """A rank is back: what befalls it from now on has nothing to do with its old end."""
+        """Drop the loss of a rank that was restarted."""
         self._known.pop(rank, None)
 
     def _first(self) -> _Loss | None:
@@ -142,7 +138,7 @@ def _after(first: _Loss | None, peer: int) -> str:
 def _blaming(
     error: RankwireError, root: int, text: str, traceback: str | None = None
 ) -> RankwireError:
-    """Return an error with another root and text, and what else it has."""
+    """Return a copy of an error with another root and text."""
     twin = error.copy()
     twin.root = root
     twin.message = text
@@ -151,3 +147,47 @@ def _blaming(
         twin.remote_traceback = twin.remote_traceback if traceback is None else traceback
     twin.args = (twin.message,)
     return twin
+
+
+def describe_failure(
+    error: BaseException | None, *, rank: int | None = None, first_lost: int | None = None
+) -> Fallen | None:
+    """Return the failure report of a rank; None if it leaves in an orderly way.
+
+    Args:
+        error: The exception that left the backend's ``with`` block.
+        rank: The rank that leaves, which cannot be its own cause.
+        first_lost: The cause to report for a consequence without a root.
+    """
+    if error is None or isinstance(error, GeneratorExit):
+        return None
+    cause = root_of(error)
+    if cause is None and is_consequence(error):
+        cause = first_lost
+    if cause == rank:
+        cause = None
+    if isinstance(error, SystemExit):
+        if error.code is None or error.code == 0:
+            return None
+        code = error.code & 0xFF if isinstance(error.code, int) else 1
+        return Fallen(one_line(f"it exited with {error.code!r}"), "", cause, code)
+    return Fallen(
+        one_line(f"it raised {describe(error)}"),
+        printable(traceback_of(error)),
+        cause,
+        _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
+        _waited_for(error),
+    )
+
+
+def _waited_for(error: BaseException) -> list[int]:
+    """Return the world ranks that a timed-out operation waited for."""
+    late = (link for link in chain(error) if isinstance(link, DeadlineExceededError))
+    return next((link.culprits for link in late), [])
+
+
+def describe(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
+    name = type(error).__name__
+    first_line = text_of(error).split("\n", 1)[0]
+    return f"{name}: {first_line}" if first_line else name

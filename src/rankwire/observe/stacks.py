@@ -1,12 +1,9 @@
-"""What the threads of this process are doing, as text: for those who wonder why something hangs.
+"""Show what the threads of this process are doing, to explain a hang.
 
-It reads the stacks of other threads at one moment, while they go on. What is shown is the user's
-program: ``stacks`` shows all of it, ``places`` its innermost line in each thread. Frames before it
-(how its thread came about) are left out; those of rankwire and the standard library that it has
-called are folded. Nothing of rankwire is known here but where it is.
-
-Whether a thread runs or waits is read off the call that it is in, by the name that the source has
-for it: ``acquire`` waits for a lock. So it costs the thread nothing, and needs no second look.
+The stacks are read while the threads run. ``stacks`` shows the frames of the user's program and
+folds those of rankwire and the standard library; ``places`` shows the innermost line of each
+thread. The name of the function being called tells whether a thread waits (``acquire``: for a
+lock), so the thread pays nothing.
 """
 
 from __future__ import annotations
@@ -30,34 +27,34 @@ _OURS = "rankwire"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
-_STARTER = "<string>"  # what begins a process that runs functions
+_STARTER = "<string>"  # the code that starts a process of multiprocessing
 _MAIN = threading.main_thread()
 _MOST_THREADS = 8
-_MOST_FRAMES = 20  # of a thread, the innermost, after folding: the program's own are among them
+_MOST_FRAMES = 20  # of a thread, innermost, after folding
 _RUNS = "runs"
-# What a thread does that is in a call of this name.
+# What a thread does while it calls a function of this name.
 _WAITS = {
     "acquire": "waits for a lock",
     "sleep": "sleeps",
     **dict.fromkeys(("wait", "join", "get", "result", "select", "poll"), "waits"),
     **dict.fromkeys(("recv", "recv_into", "read", "readinto", "readline", "accept"), "waits"),
 }
-_ENTERS_BLOCK = {"BEFORE_WITH", "LOAD_SPECIAL"}  # of Python before 3.14, and since
+_ENTERS_BLOCK = {"BEFORE_WITH", "LOAD_SPECIAL"}  # before Python 3.14, and since
 
 
 def show_as(name: str, wrapper: Any) -> None:
-    """Have stacks and tracebacks call a function, such as one that wraps another, by a name."""
+    """Set the name under which stacks and tracebacks show a function."""
     function = cast(FunctionType, wrapper)
     function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)
 
 
 def is_ours(path: str) -> bool:
-    """Whether a file is of rankwire."""
+    """Return whether a file belongs to rankwire."""
     return path.startswith(_PACKAGE)
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is of the user's program or of a package that it uses."""
+    """Return whether a file belongs to the user's program or to a package that it uses."""
     is_library = path.startswith(_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in path
     return not is_library and not path.startswith(_NOT_THE_USERS)
 
@@ -66,9 +63,8 @@ def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) ->
     """Return the stacks of this process's threads, each under its name, the main thread first.
 
     Args:
-        only: The threads to show, by ``Thread.ident``, whether or not they are in the user's
-            program; without it, all that are.
-        but: Those to leave out.
+        only: The identifiers of the threads to show; by default all that run the user's program.
+        but: The identifiers of threads to leave out.
     """
     parts: list[str] = []
     hidden = 0
@@ -91,7 +87,7 @@ def places(*, only: Collection[str] | None = None) -> list[str]:
     """Return where each thread is in the user's program, the main thread first.
 
     Args:
-        only: The names of the threads to tell of; without it, all.
+        only: The names of the threads to include; by default all.
     """
     found = []
     for thread, frame in _threads():
@@ -101,13 +97,13 @@ def places(*, only: Collection[str] | None = None) -> list[str]:
 
 
 def place_of(ident: int) -> str:
-    """Return where a thread is in the user's program; empty if it is not in it, or has ended."""
+    """Return where a thread is in the user's program; empty if it is elsewhere or has ended."""
     frame = _frames().get(ident)
     return "" if frame is None else _place(frame)
 
 
 def line_of_program() -> str:
-    """Return the innermost line of the program in this thread as ``file:line``; empty if none."""
+    """Return the innermost line of the user's program in this thread as ``file:line``, or ""."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not _is_program(frame.f_code.co_filename):
         frame = frame.f_back
@@ -115,7 +111,7 @@ def line_of_program() -> str:
 
 
 def methods_entered(methods: Collection[CodeType]) -> list[object]:
-    """Return for each thread that is in one of these methods the ``self`` of its outermost one."""
+    """Return the ``self`` of the outermost of these methods in each thread that runs one."""
     found: list[object] = []
     for innermost in _frames().values():
         owner: object = None
@@ -130,7 +126,7 @@ def methods_entered(methods: Collection[CodeType]) -> list[object]:
 
 
 def _threads() -> list[tuple[threading.Thread, FrameType]]:
-    """Return the threads that run Python, the main thread first, each with its innermost frame."""
+    """Return the threads with their innermost frames, the main thread first."""
     frames = _frames()
     threads = sorted(threading.enumerate(), key=lambda each: each is not _MAIN)
     return [(each, frames[each.ident]) for each in threads if each.ident in frames]
@@ -139,9 +135,9 @@ def _threads() -> list[tuple[threading.Thread, FrameType]]:
 def _frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread, by its identifier.
 
-    The interpreter holds the lock of its list of threads meanwhile. A collection of garbage in
-    there may run Python: another thread gets its turn, begins or ends one, waits for that lock and
-    has the interpreter lock, and all stand still. So nothing is collected until it is done.
+    ``_current_frames`` holds the interpreter's lock of the thread list. If a garbage collection ran
+    Python code inside it, another thread could take the interpreter lock, start or end a thread,
+    and wait for the list: a deadlock. So the collector is off meanwhile.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -166,12 +162,11 @@ def place_awaited(coroutine: object) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    """Return what the innermost line of the program does, and where it is."""
     doing, called = _doing(frame), ""
     own: FrameType | None = frame
     while own is not None and not _is_program(own.f_code.co_filename):
         if is_ours(own.f_code.co_filename):
-            called = _operation(own.f_code) or called  # in the end, what the program has called
+            called = _operation(own.f_code) or called  # the outermost one: what the program called
         own = own.f_back
     if own is None:
         return ""
@@ -180,16 +175,16 @@ def _place(frame: FrameType) -> str:
 
 
 def _operation(code: CodeType) -> str:
-    """Return what a user calls a function of rankwire; empty if that is not called by its name."""
+    """Return the public name of a function of rankwire; empty if it is private."""
     if code.co_name == "__init__":
         return code.co_qualname.split(".")[-2]
     return code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else ""
 
 
 def _doing(frame: FrameType) -> str:
-    """Return whether the thread of an innermost frame runs or waits, by the call that it is in."""
+    """Return whether a thread runs or waits, by the call that its innermost frame is in."""
     code = frame.f_code
-    if frame.f_lasti < 0:  # it is about to begin
+    if frame.f_lasti < 0:  # the frame has not begun
         return _RUNS
     instruction = dis.opname[code.co_code[frame.f_lasti]]
     if instruction in _ENTERS_BLOCK:
@@ -204,7 +199,7 @@ def _doing(frame: FrameType) -> str:
 
 
 def _called(source: str) -> str:
-    """Return the name of the function that a call in the source calls: the last one in it."""
+    """Return the name of the function in the last call of an expression."""
     depth = 0
     for place in range(len(source) - 1, -1, -1):
         depth += {")": 1, "(": -1}.get(source[place], 0)
@@ -215,7 +210,6 @@ def _called(source: str) -> str:
 
 
 def _shown(frame: FrameType) -> list[str]:
-    """Return the lines of a stack from the user's first frame on."""
     frames = traceback.extract_stack(frame)
     first = next((n for n, each in enumerate(frames) if _is_program(each.filename)), None)
     return [] if first is None else _folded(frames[first:])[-_MOST_FRAMES:]
@@ -226,7 +220,7 @@ def _is_program(path: str) -> bool:
 
 
 def _folded(frames: Sequence[FrameSummary]) -> list[str]:
-    """Return the text of each frame of the program, and one line for each run of others."""
+    """Return the text of each frame of the program, and one line for each run of other frames."""
     texts: list[str] = []
     for is_program, run in itertools.groupby(frames, lambda each: _is_program(each.filename)):
         found = list(run)

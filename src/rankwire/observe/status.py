@@ -1,4 +1,4 @@
-"""Status: what a rank knows about its peers, as values to look at or to print. Pure."""
+"""Describe what a rank knows about its peers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rankwire.errors import ChannelClosedError, RankwireError
 from rankwire.wire.frames import Channel, Envelope
 
 PeerState = Literal["up", "suspected", "left", "lost"]
-# What a receive waits for, by its channel, with the tag.
+# What a receive waits for, by channel.
 _WANTED: dict[int, str] = {
     Channel.MESSAGE: "a message with tag {}",
     Channel.COLLECTIVE: "a collective",
@@ -19,20 +19,19 @@ _WANTED: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """One peer, seen from a rank.
+    """Shows one peer as this rank sees it.
 
     Attributes:
-        rank: Which.
-        state: ``"up"``, ``"suspected"`` (silent, and may come back), ``"left"`` in good order, or
-            ``"lost"``.
+        rank: The peer's rank.
+        state: ``"up"``, ``"suspected"`` (silent, but not given up), ``"left"`` or ``"lost"``.
         reason: Why it is lost; else empty.
-        silent_for: Seconds since it was last heard, as far as beats tell; 0 if it missed none.
-        link: How messages to it travel, ``"unix"`` or ``"tcp"``; empty before the first one.
-        queued_nbytes: Bytes on their way to it that it has not taken.
+        silent_for: Seconds since its last heartbeat; 0 if it missed none.
+        link: How messages reach it, ``"unix"`` or ``"tcp"``; empty before the first message.
+        queued_nbytes: Bytes that were sent to it and that it has not read.
         in_flight: Calls that wait for its reply.
-        waiting_for: What this rank waits for, from it.
-        incarnation: How many times its process was started anew alone.
-        unreceived: Messages of it that lie here, and nobody has received.
+        waiting_for: What this rank waits to receive from it.
+        incarnation: How many times its process was restarted alone.
+        unreceived: Messages from it that the program has not received.
         serving: The functions that this rank runs for it.
     """
 
@@ -66,13 +65,13 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorldStatus:
-    """What a rank knows of all others; ``print`` it.
+    """Shows what a rank knows about all peers; ``print`` it.
 
     Attributes:
-        rank: The rank whose view it is.
+        rank: The rank whose view this is.
         world_size: The number of ranks.
-        peers: One entry a peer, by rank.
-        operation: The collective that it is in, as its errors call it; else empty.
+        peers: The status of each peer, by rank.
+        operation: The collective that the rank is in; else empty.
     """
 
     rank: int
@@ -82,7 +81,7 @@ class WorldStatus:
 
     @property
     def waiting_on(self) -> list[int]:
-        """The ranks that this one waits for at this moment."""
+        """The ranks that this rank waits for now."""
         return [peer.rank for peer in self.peers.values() if peer.waiting_for or peer.in_flight]
 
     def __str__(self) -> str:
@@ -92,14 +91,14 @@ class WorldStatus:
 
 
 def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
-    """Return the state of a peer that has failed in this way, or not at all."""
+    """Return the state of a peer, given its failure if it has one."""
     if failure is not None:
         return "left" if isinstance(failure, ChannelClosedError) else "lost"
     return "suspected" if is_suspected else "up"
 
 
 def describe_unreceived(counts: Mapping[Envelope, int]) -> tuple[str, ...]:
-    """Return, in words, which messages lie here that nobody has received, by their tags."""
+    """Return a text for each tag with messages that the program has not received."""
     tags: dict[int, int] = {}
     for (_, channel, tag), count in counts.items():
         if channel == Channel.MESSAGE:
@@ -108,5 +107,5 @@ def describe_unreceived(counts: Mapping[Envelope, int]) -> tuple[str, ...]:
 
 
 def describe_wanted(keys: Iterable[Envelope]) -> tuple[str, ...]:
-    """Return, in words, what receives are waited for."""
+    """Return a text for each kind of receive that waits."""
     return tuple(sorted({_WANTED.get(channel, "a reply").format(tag) for _, channel, tag in keys}))

@@ -1,13 +1,9 @@
-"""What a rank of ``rankwire run`` prints when an error ends its program.
+"""Print short tracebacks for uncaught errors of ranks that ``rankwire run`` started.
 
-All ranks of a job print on one screen, and one failure takes all of them down. So what is printed
-there is short: the traceback of a rank that fails by itself, without the frames inside rankwire;
-one line of a rank that falls because of another, which prints its own; one line of a rank that is
-interrupted. ``RANKWIRE_FULL_TRACEBACK=1`` prints everything; with ``--log-dir`` the rank's log
-always has everything.
-
-``connect()`` installs this, under ``rankwire run`` only, and only if the program has not installed
-a hook for uncaught errors. What happens before that, and in other threads, is printed by Python.
+All ranks print on one screen. A rank that fails by itself prints its traceback without the frames
+inside rankwire; a rank that was interrupted, or failed because of another rank, prints one line.
+``RANKWIRE_FULL_TRACEBACK=1`` and the logs of ``--log-dir`` show everything. ``connect()`` installs
+this, unless the program has an exception hook of its own.
 """
 
 from __future__ import annotations
@@ -23,30 +19,29 @@ from types import TracebackType
 
 from rankwire.environment import RANK
 from rankwire.errors import PeerLostError, RankwireError
-from rankwire.observe.blame import CONSEQUENCES, chain
-from rankwire.observe.exit_report import describe
+from rankwire.observe.blame import CONSEQUENCES, chain, describe
 from rankwire.observe.stacks import is_ours, is_users
 from rankwire.texts import traceback_of
 
 FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
-# Set by the launcher: where this rank's output is written besides.
+# The launcher sets it to the file that also gets this rank's output.
 LOG_FILE = "RANKWIRE_LOG_FILE"
 
 # The message of another rank's error, which that rank prints, up to the context of our own error.
 _RAISED = re.compile(r"(\bit raised \w+): .*?(?=( \[op [^\[\]]*\])?$)")
 _OUR_ERRORS = "rankwire.errors."
-# Also one that is quoted, behind bars.
+# The margin has bars if the frame belongs to an exception group.
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
 
 
 def install() -> None:
-    """Print uncaught errors of this process as described above, from now on. Idempotent."""
+    """Install the exception hook, unless the program has its own. Idempotent."""
     if sys.excepthook is sys.__excepthook__ and not is_everything_printed():
         sys.excepthook = _report
 
 
 def is_everything_printed() -> bool:
-    """Whether the user has asked for all that can be printed of an error."""
+    """Return whether ``RANKWIRE_FULL_TRACEBACK`` is set."""
     return os.environ.get(FULL_TRACEBACK, "0") not in ("", "0")
 
 
@@ -56,17 +51,17 @@ def _report(kind: type[BaseException], error: BaseException, frames: TracebackTy
         _log_whole(error, text)
         sys.stderr.write(text)
         sys.stderr.flush()
-    except Exception:  # a user's __str__, a full disk, a closed stderr: then as Python does it
+    except Exception:  # from a user's __str__, a full disk or a closed stderr
         sys.__excepthook__(kind, error, frames)
 
 
 def _log_whole(error: BaseException, text: str) -> None:
-    """Write all of it to the log, unless what is printed is all of it: that is logged anyway."""
+    """Write the full traceback to the log, unless stderr gets it: the launcher logs stderr."""
     path, whole = os.environ.get(LOG_FILE), traceback_of(error)
     if not path or whole == text:
         return
-    # The launcher has made the file, and appends too: neither overwrites the other. In a folder
-    # that others can write, something else may be in its place by now.
+    # The launcher made the file and appends to it too. If other users can write to the folder, they
+    # may have replaced the file: check its type and owner.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "wb", buffering=0) as log:
         status = os.fstat(descriptor)
@@ -76,7 +71,7 @@ def _log_whole(error: BaseException, text: str) -> None:
 
 
 def brief(error: BaseException, rank: int = -1) -> str:
-    """Return what to print of an uncaught error of a rank."""
+    """Return the text to print for an uncaught error of a rank."""
     if isinstance(error, KeyboardInterrupt):
         return f"{describe(error)}{_where(error)}\n"
     first, *others = _members(error)
@@ -85,29 +80,28 @@ def brief(error: BaseException, rank: int = -1) -> str:
         because = "" if root is None else f" because of rank {root}"
         more = f", and {len(others)} error{'s'[: len(others) > 1]} like it" if others else ""
         text = _RAISED.sub(r"\1", describe(first))
-        return f"fell{because}: {text}{_where(first)}{more}\n"
-    with _quoting_nobody(error):
+        return f"failed{because}: {text}{_where(first)}{more}\n"
+    with _without_remote_tracebacks(error):
         text = traceback_of(error)
     return "\n".join(folded(text.splitlines())) + "\n"
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """Return the errors that a group is made of, such as a ``TaskGroup`` raises; else the one."""
+    """Return the leaf exceptions of an exception group; of any other error, the error."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [member for each in error.exceptions for member in _members(each)]
 
 
 def _is_consequence(error: BaseException, rank: int) -> bool:
-    """Whether this very error, and not only one before it, tells of another rank's failure."""
+    """Return whether this error itself, not one in its chain, reports another rank's failure."""
     if not isinstance(error, RankwireError) or error.root == rank:
         return False
     return error.root is not None or isinstance(error, CONSEQUENCES)
 
 
 @contextmanager
-def _quoting_nobody(error: BaseException) -> Iterator[None]:
-    """Leave the tracebacks of other ranks out of the texts of an error and those before it."""
+def _without_remote_tracebacks(error: BaseException) -> Iterator[None]:
     links = [link for member in (error, *_members(error)) for link in chain(member)]
     quoting = [link for link in links if isinstance(link, PeerLostError)]
     quoted = [link.remote_traceback for link in quoting]
@@ -121,7 +115,7 @@ def _quoting_nobody(error: BaseException) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the last line of the user's own that the error passed."""
+    """Return the innermost line of the user's program in the error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)] or frames
     if not own:
@@ -130,10 +124,9 @@ def _where(error: BaseException) -> str:
 
 
 def folded(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a traceback with the frames inside rankwire as one line.
+    """Return the lines of a traceback with one line for each run of frames inside rankwire.
 
-    Where an error that is none of rankwire's own came from one of them, that one is shown: it may
-    be a fault of rankwire.
+    If a frame of rankwire raised an error of another package, it stays: it may be our defect.
     """
     found: list[str] = []
     ours: list[list[str]] = []  # the frames that are folded, as lines
