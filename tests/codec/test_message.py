@@ -139,5 +139,5 @@ def test_a_class_that_is_defined_again_brings_its_hooks(shared):
 def test_both_hooks_are_needed_and_builtin_forms_cannot_have_any(shared):
     with pytest.raises(ConfigurationError, match="two functions"):
         message(Handle, take=lambda handle, sending: 1)
-    with pytest.raises(ConfigurationError, match="form of its own"):
+    with pytest.raises(ConfigurationError, match="its own encoding"):
         message(dict, take=lambda value, sending: 1, build=lambda state, receiving: {})

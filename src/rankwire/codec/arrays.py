@@ -108,11 +108,7 @@ def array_bytes(array: Array) -> memoryview:
 
 
 def array_head(body: memoryview) -> ArrayHead:
-    """Check the description of an array.
-
-    Raises:
-        InvalidMessageError: :func:`array_body` does not make it.
-    """
+    """Check the description of an array."""
     return _known_head(bytes(body))
 
 
@@ -129,9 +125,6 @@ def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
     """Return the array whose bytes are in the payload from ``start`` on, as a view.
 
     The caller has checked that all bytes are there.
-
-    Raises:
-        InvalidMessageError: Some bytes are not values of the dtype.
     """
     _check_elements(head, payload, start)
     # Positional arguments: keywords would triple the cost.
@@ -139,11 +132,7 @@ def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
 
 
 def description_parts(body: bytes | memoryview) -> list[str | bool | int]:
-    """Return the parts of a description, not checked yet.
-
-    Raises:
-        InvalidMessageError: It is too long; msgspec raises its own errors if it is malformed.
-    """
+    """Return the parts of a description, not checked yet."""
     if len(body) > _MAX_BODY_NBYTES:
         raise InvalidMessageError(f"a description of an array in {len(body)} bytes")
     return _unpack(body)
@@ -151,11 +140,7 @@ def description_parts(body: bytes | memoryview) -> list[str | bool | int]:
 
 @lru_cache(maxsize=256)
 def dtype_of(code: str) -> DType:
-    """Return the dtype of a code.
-
-    Raises:
-        InvalidMessageError: No dtype that can be sent has this code.
-    """
+    """Return the dtype of a code."""
     dtype = np.dtype(code) if _CARRIED.fullmatch(code) else None
     # numpy reads more spellings than it writes; one dtype has one code.
     if dtype is None or dtype.str != code:
@@ -164,11 +149,7 @@ def dtype_of(code: str) -> DType:
 
 
 def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
-    """Return the description of an array as an ``ArrayHead``.
-
-    Raises:
-        InvalidMessageError: No array can have this shape.
-    """
+    """Return the description of an array as an ``ArrayHead``."""
     if len(shape) > MAX_NDIM:
         raise InvalidMessageError(f"an array of {len(shape)} dimensions; at most {MAX_NDIM}")
     if not _INT.issuperset(map(type, shape)) or min(shape, default=0) < 0:
@@ -195,11 +176,7 @@ def _check_elements(head: ArrayHead, payload: bytearray, start: int) -> None:
 def check_strided(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], payload: bytearray, start: int
 ) -> None:
-    """Check that the bytes of a payload at these strides are values of the dtype.
-
-    Raises:
-        InvalidMessageError: Some are not.
-    """
+    """Check that the bytes of a payload at these strides are values of the dtype."""
     if dtype.kind not in "bU" or not math.prod(shape):
         return
     unit: DType = np.dtype("u1")
@@ -231,11 +208,7 @@ def scalar_parts(scalar: np.generic) -> list[Any] | None:
 
 
 def scalar_of(parts: list[Any]) -> np.generic:
-    """Return the numpy scalar of these parts.
-
-    Raises:
-        InvalidMessageError: :func:`scalar_parts` does not make them.
-    """
+    """Return the numpy scalar of these parts."""
     match parts:
         case ["U", str() as text]:
             return np.str_(text)

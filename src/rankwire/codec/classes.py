@@ -1,10 +1,7 @@
-"""The classes that a codec carries because the user registered them.
+"""The classes that users register with a codec: enums, records, and any class with hooks.
 
-They are enums, dataclasses, namedtuples and msgspec Structs, and any other class that has hooks
-(``hooks``). A codec has a table of its own, and all codecs of a process share one (``message``).
-The wire names a class by its registered name and never by a path to import, so a message cannot
-reach any other class. Here is how an instance comes apart into values and is built again; how
-those values travel is not known here.
+A codec has a table of its own, and all codecs of a process share one (``message``). The wire names
+a class by its registered name and never by a path to import, so a message reaches no other class.
 """
 
 from __future__ import annotations
@@ -19,19 +16,16 @@ import msgspec
 from rankwire.codec.hooks import Build, HookedClass, Take
 from rankwire.errors import ConfigurationError, InvalidMessageError
 
-# An instance of a subclass of these holds more than its fields, and that part would be lost.
+# An instance of a subclass of these holds more than its fields.
 _BUILTINS = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
-# A flag class keeps every combination of flags that it was asked for in a dict, by its value. With
-# more bits a sender could choose many values of one hash.
+# A flag class caches every combination in a dict by value. With more bits, a sender could choose
+# many values of one hash.
 _MAX_FLAG_BITS = 64
 
 
 class EnumClass:
-    """A registered enum.
-
-    A member travels by its name; a flag by its value, since combined flags have no name.
-    """
+    """A registered enum. A member travels by name, a flag by value: combinations have no name."""
 
     def __init__(self, name: str, cls: type[Enum]) -> None:
         self.name = name
@@ -44,7 +38,7 @@ class EnumClass:
         """Return what stands for a member on the wire.
 
         Raises:
-            ValueError: Flags are combined that are not carried; with advice.
+            ValueError: A combination of flags has too many bits; with advice.
         """
         if not self._is_flag:
             return member.name
@@ -55,7 +49,7 @@ class EnumClass:
         return member.value
 
     def member_of(self, key: Any) -> Enum:
-        """Return the member that a received key stands for."""
+        """Return the member for a received key."""
         try:
             if not self._is_flag:
                 return self.cls.__members__[key]
@@ -66,7 +60,6 @@ class EnumClass:
         raise InvalidMessageError(f"enum {self.name!r} has no such member")
 
     def _carries(self, value: int) -> bool:
-        """Tell whether a flag's value is that of a member, or of a combination that is carried."""
         return value in self._named or value.bit_length() <= _MAX_FLAG_BITS
 
 
@@ -81,7 +74,7 @@ class RecordClass:
         self.name = name
         self.cls = cls
         self.fields = tuple(fields)
-        # Travels too: ranks with different versions of a class must not mix up its fields.
+        # Sent too, so that ranks with different versions of a class do not mix up its fields.
         self.signature = ",".join(fields)
         self._set_later = [field for field, in_constructor in fields.items() if not in_constructor]
         try:
@@ -92,11 +85,11 @@ class RecordClass:
             ) from error
 
     def values_of(self, record: Any) -> list[Any]:
-        """Return the values of all fields in order; ``AttributeError`` if one was never set."""
+        """Return the values of all fields in order; ``AttributeError`` if one is not set."""
         return [getattr(record, field) for field in self.fields]
 
     def build(self, values: Any) -> Any:
-        """Build an instance of what should be the list of the values of :attr:`fields`."""
+        """Build an instance from the received values of :attr:`fields`."""
         if type(values) is not list or len(values) != len(self.fields):
             raise InvalidMessageError(f"not the values of the fields of {self.name!r}")
         arguments = dict(zip(self.fields, values, strict=True))
@@ -118,10 +111,10 @@ Carried: TypeAlias = EnumClass | RecordClass | HookedClass
 class ClassTable:
     """Registered classes by class, for encoding, and by name, for decoding.
 
-    Registering while other threads look classes up is safe: each table changes by one assignment.
+    Registering is safe while other threads look up classes: each table changes by one assignment.
 
     Args:
-        shared: A table that counts too, whatever is added to it later.
+        shared: A second table to look in, also for classes that are added to it later.
     """
 
     def __init__(self, shared: ClassTable | None = None) -> None:
@@ -130,38 +123,38 @@ class ClassTable:
         self._shared = shared
 
     def of_class(self, cls: type) -> Carried | None:
-        """Return how the instances of a class are carried; None if they are not."""
+        """Return how instances of a class are sent; None if they are not."""
         carried = self._by_class.get(cls)
         if carried is None and self._shared is not None:
             carried = self._shared._by_class.get(cls)
             if carried is not None and carried.name in self._by_name:
-                return None  # here, its name is that of another class
+                return None  # this table has another class of that name
         return carried
 
     def registered(self, cls: type) -> Carried | None:
-        """Return what was registered in this very table for a class."""
+        """Return what was registered for a class in this table itself."""
         return self._by_class.get(cls)
 
     def of_name(self, name: Any) -> Carried | None:
-        """Return what is registered by a name that came from the wire."""
+        """Return what is registered under a name from the wire."""
         carried = self._by_name.get(name)
         if carried is None and self._shared is not None:
             return self._shared._by_name.get(name)
         return carried
 
     def parts_of(self, value: Any) -> list[Any] | None:
-        """Return the values of the fields of a registered class's instance, of no other value."""
+        """Return the values of the fields of a registered record; None for other values."""
         carried = self.of_class(type(value))
         return carried.values_of(value) if isinstance(carried, RecordClass) else None
 
     def add(
         self, cls: type, name: str | None, take: Take | None = None, build: Build | None = None
     ) -> None:
-        """Register a class, with hooks or without; repeating a registration changes nothing.
+        """Register a class, with or without hooks; repeating a registration changes nothing.
 
         Raises:
-            ConfigurationError: The class is of another kind, it or its name is taken, or one hook
-                is missing.
+            ConfigurationError: The class needs hooks, it or its name is taken, or one hook is
+                missing.
         """
         if not isinstance(cls, type):
             raise ConfigurationError(f"only a class can be registered, not {cls!r}")
@@ -179,7 +172,7 @@ class ClassTable:
         self._by_class[cls] = carried
 
     def forget_former(self, cls: type, name: str) -> None:
-        """Forget the class that this one redefines, as when a cell of a notebook is run again."""
+        """Forget the class that this one redefines, as when a notebook cell runs again."""
         former = self._by_name.get(name)
         if former is None or former.cls is cls:
             return
@@ -188,12 +181,11 @@ class ClassTable:
             del self._by_class[former.cls], self._by_name[name]
 
 
-# What ``message`` registers.
+# The classes that ``message`` registers.
 SHARED = ClassTable()
 
 
 def _has_hooks(carried: Carried, take: Take | None, build: Build | None) -> bool:
-    """Tell whether a class is registered with these hooks, or without if there are none."""
     if isinstance(carried, HookedClass):
         return carried.is_same(take, build)
     return take is None and build is None
@@ -208,7 +200,7 @@ def _hooked(name: str, cls: type, take: Take | None, build: Build | None) -> Hoo
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Tell whether a class was made by ``collections.namedtuple`` or ``typing.NamedTuple``."""
+    """Return whether ``collections.namedtuple`` or ``typing.NamedTuple`` made a class."""
     return issubclass(cls, tuple) and type(getattr(cls, "_fields", None)) is tuple
 
 

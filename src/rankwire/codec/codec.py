@@ -185,7 +185,9 @@ class Codec(PublicDir):
         if cls is None:
             return lambda cls: self.register(cls, name=name, take=take, build=build)
         if cls in BUILT_IN:
-            raise ConfigurationError(f"{cls.__qualname__} has a form of its own on the wire")
+            raise ConfigurationError(
+                f"{cls.__qualname__} cannot be registered: the codec has its own encoding of it"
+            )
         self._classes.add(cls, name, take, build)
         return cls
 

@@ -1,18 +1,14 @@
-"""Keeps a sender from choosing keys whose hashes differ and yet collide in the table.
+"""Refuses keys that have different hashes and yet collide in a dict or set.
 
-A dict or set looks for a place for a key at a sequence of slots that follows from its hash. Hashes
-of numbers have no secret, so a sender can fill the slots of one such sequence with a third of the
-keys, and choose the others to walk along it: n**2 slots are looked at, a million keys take minutes,
-and all of it inside the interpreter where nothing can stop it. So where many keys arrive whose
-hashes have no secret, the slots are counted here before the table is built.
+A dict or set probes a sequence of slots that follows from a key's hash. Hashes of numbers have no
+secret, so a sender can fill the slots of one sequence with a third of the keys and let the others
+walk along it: n**2 probes, minutes for a million keys, inside the interpreter. So for many keys
+without a secret, the probes are counted before the table is built.
 
-The count is exact for CPython's tables. Inserting keys one by one, each at the first free slot of
-its sequence, has the same outcome as if all asked at once and every slot took the earliest key that
-asks, sending away a later one that it had: what Gale and Shapley call deferred acceptance, in which
-the order of asking does not matter. So it can be done for all keys at a time by numpy. Elsewhere,
-or if CPython changes its tables, it is an estimate.
-
-Contract: time in proportion to the number of keys. Pure.
+The count is exact for CPython's tables. Inserting keys one by one, each into the first free slot of
+its sequence, has the same result as if every slot kept the earliest key that probes it and sent
+later ones on (deferred acceptance, Gale and Shapley), in any order of probing. So numpy does it for
+all keys at once, in linear time. For other tables it is an estimate.
 """
 
 from __future__ import annotations
@@ -24,14 +20,14 @@ import numpy.typing as npt
 
 from rankwire.errors import InvalidMessageError
 
-# So many take 50 ms at worst.
+# This many take 50 ms at worst.
 MANY_KEYS = 8192
-# How many slots a key looks at, on average. In dicts random hashes take 2, and numbers that are
-# multiples of a high power of two, so that their lower bits are equal, up to 20. A set looks at
-# nine neighbours of each, which costs little.
+# Average probes per key. In dicts, random hashes take 2, and multiples of a high power of two,
+# whose lower bits are equal, up to 20. A set also probes nine neighbours of each slot, which costs
+# little.
 _MAX_SLOTS = 32
 _MAX_SLOTS_OF_SET = 192
-# How often all keys without a slot ask, mostly 40 times. Each time costs 20 us even for one key.
+# Rounds in which all keys without a slot probe, mostly 40. Each takes 20 us even for one key.
 _MIN_ROUNDS = 500
 _KEYS_PER_ROUND = 16
 
@@ -44,7 +40,7 @@ _Keys: TypeAlias = npt.NDArray[np.int32]
 
 
 def check_table(hashes: npt.NDArray[np.int64], *, is_set: bool) -> None:
-    """Refuse keys that take too many slots to find their places.
+    """Refuse keys that take too many probes to find their slots.
 
     Args:
         hashes: Of the keys in the order in which they are inserted, each once.
@@ -80,9 +76,9 @@ def _check(hashes: _Hashes, size: int, *, neighbours: int) -> None:
 
 
 class _Table:
-    """Which key each slot has, and at which slot each key asks next.
+    """The key in each slot, and the slot that each key probes next.
 
-    A set looks at the neighbours of a slot before it goes on, if there are enough of them.
+    A set probes the neighbours of a slot before it goes on, if there are enough of them.
     """
 
     def __init__(self, hashes: _Hashes, size: int, neighbours: int) -> None:
@@ -96,7 +92,7 @@ class _Table:
         self._offset: _Keys = np.zeros(len(hashes), np.int32)
 
     def ask(self, asking: _Keys) -> _Keys:
-        """Have keys ask at their slots; return those that are sent away, ready for their next."""
+        """Let keys probe their slots; return those that are sent on, ready for their next slot."""
         slots = self._base[asking]
         if self._neighbours:
             slots += self._offset[asking]

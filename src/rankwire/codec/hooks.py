@@ -1,10 +1,8 @@
-"""Hooks: the user's own way for the instances of a class to come apart and be built again.
+"""Hooks: the user's own way to take instances of a class apart and to build them again.
 
-``take`` gives what travels in place of an instance, ``build`` makes an instance of it at the other
-end. Both learn who is there, as the caller of the codec says: to the codec a peer is an opaque
-argument. A ``take`` may do more than look at the value, such as count who holds it; so what it did
-can be undone if its message does not leave, by the codec while it encodes and by whoever sends
-afterwards. How a state travels is not known here.
+``take`` returns what is sent in place of an instance; ``build`` makes an instance of it at the
+other end. What ``take`` did, such as counting references, can be undone if its message does not
+leave: by the codec while it encodes, and by the sender afterwards.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from rankwire.texts import one_line, text_of, type_name
 
 
 class TakeContext(PublicDir):
-    """What ``take`` learns of the message that its value is part of.
+    """What ``take`` learns about the message that its value is part of.
 
     Attributes:
-        peer: The rank that the message is for; None if that is not one rank, or is not known.
+        peer: The receiving rank; None for several ranks, or if unknown.
     """
 
     __slots__ = ("_undos", "peer")
@@ -32,19 +30,19 @@ class TakeContext(PublicDir):
         self._undos: list[Callable[[], object]] = []
 
     def undo(self, callback: Callable[[], object]) -> None:
-        """Have something called if this message certainly does not leave; at most once."""
+        """Call ``callback``, at most once, if this message certainly does not leave."""
         self._undos.append(callback)
 
     @property
     def can_undo(self) -> bool:
-        """Whether there is anything to undo."""
+        """Whether there are callbacks left."""
         return bool(self._undos)
 
     def undo_all(self) -> None:
-        """Call what is to be called, the last first. Safe from any thread, and to repeat.
+        """Call the callbacks, the last one first. Safe from any thread, and to repeat.
 
         Raises:
-            ExceptionGroup: Some raised; the others were called all the same.
+            ExceptionGroup: Some raised; all were called.
         """
         errors = []
         while self._undos:
@@ -61,12 +59,11 @@ class TakeContext(PublicDir):
 
 
 class BuildContext:
-    """What ``build`` learns of the message that its state is part of.
+    """What ``build`` learns about the message that its state is part of.
 
     Attributes:
-        peer: The rank that sent it; None if that is not known.
-        notes: What one ``build`` leaves to those after it. All of a message have the same, and it
-            goes with the message.
+        peer: The sending rank; None if unknown.
+        notes: Shared by all ``build`` calls of one message.
     """
 
     __slots__ = ("notes", "peer")
@@ -82,7 +79,7 @@ Build: TypeAlias = Callable[[Any, BuildContext], Any]
 
 
 class UndoableBuffers(list[Buffer]):
-    """The buffers of a message for which hooks have done something that can be undone."""
+    """The buffers of a message for which hooks have registered callbacks."""
 
     __slots__ = ("sending",)
 
@@ -92,7 +89,7 @@ class UndoableBuffers(list[Buffer]):
 
 
 def with_undos_of(message: Sequence[Buffer], buffers: list[Buffer]) -> list[Buffer]:
-    """Return buffers that stand in for those of a message, and can be undone as these could."""
+    """Return buffers that replace those of a message, and can be undone like them."""
     return (
         UndoableBuffers(buffers, message.sending) if type(message) is UndoableBuffers else buffers
     )
@@ -108,16 +105,16 @@ class HookedClass:
         self.build_hook = build
 
     def is_same(self, take: Take | None, build: Build | None) -> bool:
-        """Tell whether it has these hooks."""
+        """Return whether it has these hooks."""
         return (
             self.take == take and self.build_hook == build
         )  # bound methods are equal, not identical
 
     def build(self, state: Any, receiving: BuildContext) -> Any:
-        """Build an instance of what came from the wire.
+        """Build an instance of a received state.
 
         Raises:
-            InvalidMessageError: The hook raised; a ``RankwireError`` of its own keeps its text.
+            InvalidMessageError: The hook raised; a ``RankwireError`` keeps its text.
         """
         try:
             return self.build_hook(state, receiving)
@@ -125,7 +122,7 @@ class HookedClass:
             raise
         except RankwireError as error:
             raise InvalidMessageError(error.message) from error
-        # SystemExit too: a message must not end the thread that reads it.
+        # SystemExit too: a message must not end the reader thread.
         except BaseException as error:
             raise InvalidMessageError(
                 one_line(f"building {self.name!r} raised {type_name(error)}: {text_of(error)}")

@@ -1,18 +1,16 @@
-"""Limits on what a head may ask of its receiver: few bytes must not cost much memory or time.
+"""Limits on the memory and time that a small message can cost its receiver.
 
-A msgpack item has at least one byte, and most Python objects have 50 and more: a megabyte of empty
-dicts decodes to 72 megabytes. So the items of a head are counted before it is decoded, but only
-where there can be more than the limit, that is, in heads of more bytes than that. All others,
-which is nearly all, are not looked at.
+A msgpack item has at least one byte, but most Python objects have 50 and more: a megabyte of empty
+dicts decodes to 72 megabytes. So the items of a head are counted before it is decoded, if it has
+more bytes than the limit.
 
-Python hashes numbers and tuples without a secret, so such keys are easy to make, and a dict of n
-of them takes n**2 comparisons: a quarter of a megabyte stops the interpreter for seconds. Keys
-that arrive in an extension are checked by hash before they meet in a dict or set. Native msgpack
-maps are built by msgspec without asking, so the codec writes only short ones with single values as
-keys, where collisions do not matter, and a head that may hide others is scanned for them.
+Python hashes numbers and tuples without a secret, so a sender can choose n keys of equal hash,
+which take n**2 comparisons in a dict: a quarter of a megabyte stops the interpreter for seconds.
+Keys in an extension are checked before they are put into a dict or set. msgspec builds native maps
+without a check, so the codec writes only short ones with plain keys; a head that may hold others is
+scanned for them.
 
-Contract: linear time, ``InvalidMessageError`` or nothing. Knows msgpack's tokens and nothing of
-what they mean to the codec; malformed ones are left to the decoder where items are counted.
+All checks take linear time and raise only ``InvalidMessageError``.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ from rankwire.errors import InvalidMessageError
 
 DEFAULT_MAX_ITEMS = 1_000_000
 
-# What a fixmap can hold, so that a longer map begins with one of two bytes.
+# The most that a fixmap holds: a longer map begins with one of two bytes.
 MAX_NATIVE_MAP = 15
 
-# Honest keys share a hash too: 34 powers of two do, and classes may hash by one field.
+# Ordinary keys share hashes too: 34 powers of two do, and classes may hash by one field.
 _MAX_EQUAL_HASHES = 128
 # Too short to hold enough keys to matter: 60 fractions and numpy floats of one hash take 4 ms.
 MIN_SCANNED_NBYTES = 1024
 
-# Steps of comparing that a message may take: 10 to 20 ns each, so at most half a second for a
-# megabyte. What is free is enough for any 4 kB.
+# Steps of comparing per message: 10 to 20 ns each, so at most half a second for a megabyte. The
+# free steps are enough for any 4 kB.
 _FREE_STEPS = 1 << 18
 _STEPS_PER_BYTE = 32
 _BYTES_PER_STEP = 64  # of equal strings
@@ -57,9 +55,9 @@ _DECIMAL_STEPS = 256
 _FRACTION_STEPS = _NUMPY_STEPS = 512
 _RECORD_STEPS = 32
 
-# Hashed with a secret of this process, or there are only three.
+# Hashed with a secret of this process, or only three values.
 _HASHED_SAFELY: frozenset[type] = frozenset({type(None), bool, str, bytes})
-# Two of these are compared in one step; wide ints too, since no digits need to be made.
+# Two of these are compared in one step; wide ints too, since no digits are made.
 _SINGLE: frozenset[type] = frozenset(
     {type(None), bool, float, complex, date, time, datetime, timedelta, UUID, range}
 )
@@ -97,7 +95,7 @@ _LONG_TOKENS = {
 
 
 class ItemCount:
-    """Counts the items of one payload, whose head may come in several bodies."""
+    """Counts the items of one payload, whose head may have several bodies."""
 
     __slots__ = ("_count", "_limit")
 
@@ -106,11 +104,7 @@ class ItemCount:
         self._limit = limit
 
     def add(self, body: memoryview) -> None:
-        """Count what is in a body of msgpack; those of extensions in it count as one item here.
-
-        Raises:
-            InvalidMessageError: There are more than the limit, with those counted before.
-        """
+        """Count the items of a msgpack body; an extension counts as one."""
         position = 0
         while position < len(body):
             if match := _block.match(body, position):
@@ -123,7 +117,7 @@ class ItemCount:
                 position = _skip_long_token(body, position)
                 self._count += 1
             else:
-                return  # cut off, or no token of msgpack: the decoder says so
+                return  # truncated or invalid: the decoder raises
             if self._count > self._limit:
                 raise InvalidMessageError(
                     f"the payload holds more than {self._limit} items; arrays count as one, and "
@@ -132,24 +126,24 @@ class ItemCount:
 
 
 class KeyCheck:
-    """Keeps the keys of one message from taking more than linear time to tell apart.
+    """Limits the time to compare the keys of one message.
 
     Keys with different hashes are not compared. Of those with the same hash each is compared with
     each, so there may be few of them; and since keys may hold sets, whose members are compared in
     turn, the work is bounded over the whole message.
 
-    The bound: each value has a *weight*, and to compare two values takes at most the mean of their
+    The bound: each value has a *weight*, and comparing two values takes at most the mean of their
     weights in steps. A single value weighs what it takes to compare it with the costliest value
     of any other type. A sequence weighs the sum of its items, since items are compared in pairs. A
     set of n members weighs n / 2 times their sum: only sets of one size are compared, and if all
     members have one hash, each meets half of the other set on average before it is found. So g
     keys of one hash, which are g * (g - 1) / 2 pairs, take at most (g - 1) / 2 times the sum of
-    their weights, and that is what a message has a budget for.
+    their weights. A message has a budget for that.
 
     Args:
         nbytes: The length of the message's head.
-        parts_of: The fields of an instance of a registered class, which compares by them; None for
-            any other value.
+        parts_of: Returns the fields of a registered record, which compares by them; None for any
+            other value.
     """
 
     __slots__ = ("_left", "_parts_of", "_weights")
@@ -157,19 +151,15 @@ class KeyCheck:
     def __init__(self, nbytes: int, parts_of: Callable[[Any], Sequence[Any] | None]) -> None:
         self._left = _FREE_STEPS + _STEPS_PER_BYTE * nbytes
         self._parts_of = parts_of
-        # With the value itself, so that its id is not given to another one.
+        # Holds the value too, so that its id is not reused.
         self._weights: dict[int, tuple[Any, int]] = {}
 
     def check(self, keys: Sequence[Any], *, is_set: bool = False) -> None:
-        """Refuse keys before they meet in a dict or set, if that could take long.
+        """Refuse keys that could take long to put into a dict or set.
 
         Args:
             keys: In the order in which they will be inserted.
             is_set: Whether the dict of them becomes a set.
-
-        Raises:
-            InvalidMessageError: Too many have the same hash, or they are too costly to compare or
-                to find places for.
         """
         kinds = set(map(type, keys))
         is_quick = kinds <= _QUICK
@@ -242,7 +232,7 @@ def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
 
 
 def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
-    """Return what ``_groups`` does, without a table of hashes; check the one that there will be."""
+    """Return what ``_groups`` does, without a table of hashes; check the future table."""
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
     order = np.argsort(hashes, kind="stable")
     is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
@@ -254,14 +244,14 @@ def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
 
 
 def may_hold_wide_maps(payload: bytearray, end: int) -> bool:
-    """Tell in two fast searches whether there can be anything to refuse in ``payload[:end]``."""
+    """Return whether ``payload[:end]`` may hold wide maps, by two fast searches."""
     return payload.find(_MAP16, 0, end) >= 0 or payload.find(_MAP32, 0, end) >= 0
 
 
 def refuse_wide_maps(body: memoryview) -> None:
-    """Refuse msgpack that holds a map of more than 15 entries, except if it is too short to matter.
+    """Refuse msgpack that holds a map of more than 15 entries, unless it is too short to matter.
 
-    The bodies of extensions are opaque here. Those that are msgpack again need a call of their own.
+    The bodies of extensions are skipped. Those that are msgpack need a call of their own.
     """
     if len(body) <= MIN_SCANNED_NBYTES:
         return
@@ -275,7 +265,7 @@ def refuse_wide_maps(body: memoryview) -> None:
 def refuse_extensions_as_keys(body: memoryview) -> None:
     """Refuse msgpack in which an extension is the key of a native map.
 
-    It is decoded once more, with extensions as something that cannot be a key: a list.
+    It is decoded once more, with a list in place of each extension: a list cannot be a key.
     """
     try:
         msgspec.msgpack.decode(body, ext_hook=lambda code, body: [])

@@ -1,7 +1,4 @@
-"""``message``: classes whose instances every codec of this process carries.
-
-The table itself is ``classes.SHARED``; here is how users put classes into it.
-"""
+"""``message``: registers classes with all codecs of this process (the table ``classes.SHARED``)."""
 
 from __future__ import annotations
 
@@ -39,29 +36,30 @@ def message(
     take: Callable[[Any, TakeContext], Any] | None = None,
     build: Callable[[Any, BuildContext], Any] | None = None,
 ) -> Any:
-    """Let the instances of a class be sent, in calls and object collectives alike.
+    """Let instances of a class be sent, in calls and object collectives.
 
     A decorator, with or without arguments: it registers the class with every ``Codec`` of this
-    process. All ranks must have it, under the same name. Safe from any thread.
+    process. All ranks must register it, under the same name. Safe from any thread.
 
     Args:
-        cls: A dataclass, an enum, a namedtuple or a msgspec Struct; with hooks any class.
-        name: What the wire calls it; its qualified name if not given. A class that is defined again
-            takes the place of the former one.
-        take: Returns what travels in place of an instance, as for :meth:`Codec.register`.
-        build: Returns an instance, made of what ``take`` had returned.
+        cls: A dataclass, enum, namedtuple or msgspec Struct; with hooks any class.
+        name: Its name on the wire; by default its qualified name. A class that is defined again
+            replaces the former one.
+        take: Returns what is sent in place of an instance, as for :meth:`Codec.register`.
+        build: Returns an instance, made of what ``take`` returned.
 
     Returns:
         The class itself, or a decorator.
 
     Raises:
-        ConfigurationError: The class is of another kind, its name is that of another class, or one
-            hook is missing.
+        ConfigurationError: The class needs hooks, its name is taken, or one hook is missing.
     """
     if cls is None:
         return lambda cls: message(cls, name=name, take=take, build=build)
     if cls in BUILT_IN:
-        raise ConfigurationError(f"{cls.__qualname__} has a form of its own on the wire")
+        raise ConfigurationError(
+            f"{cls.__qualname__} cannot be registered: the codec has its own encoding of it"
+        )
     if isinstance(cls, type):
         SHARED.forget_former(cls, cls.__qualname__ if name is None else name)
     SHARED.add(cls, name, take, build)
@@ -69,7 +67,7 @@ def message(
 
 
 def options_of(cls: type) -> dict[str, Any] | None:
-    """Return what ``message`` was told of a class, by its own keywords; None of any other."""
+    """Return the keyword arguments by which ``message`` registered a class, if it did."""
     carried = SHARED.registered(cls)
     if carried is None:
         return None

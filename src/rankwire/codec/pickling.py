@@ -1,9 +1,8 @@
-"""Pickle, for codecs that were made with ``allow_pickle=True``. Nothing else imports this module.
+"""Pickle, for codecs made with ``allow_pickle=True``; only those import this module.
 
-A sender of pickles may run code on the receiving rank. So ``pickle`` is imported here and
-nowhere else in the package, the codec imports this module only when the option is on, and a codec
-without the option refuses pickles before it would get here. There is no "restricted unpickler":
-those have been bypassed, and a half-safe format invites trust.
+A sender of pickles can run code on the receiver. So ``pickle`` is imported only here, and a codec
+without the option refuses pickles before it gets here. There is no "restricted unpickler": those
+have been bypassed, and a half-safe format invites trust.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-# Fixed, so that ranks on different Python versions agree: every supported version reads it.
+# Fixed: every supported Python version reads it.
 _PROTOCOL = 5
 
 
@@ -21,5 +20,5 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: memoryview) -> Any:
-    """Unpickle, which runs what the sender wants; raises anything."""
+    """Unpickle, which runs the sender's code; raises anything."""
     return pickle.loads(data)  # noqa: S301 - the user enabled it on this end

@@ -1,8 +1,7 @@
 """Single values that msgpack lacks, as bytes: numbers, dates and times, ranges, paths, UUIDs.
 
-Pure functions between a value and the body of its extension; what an extension is, they do not
-know. A packer raises ``ValueError`` with advice for a value that it cannot carry. An unpacker
-raises any ordinary exception on bytes that no packer wrote, and the codec translates it.
+A packer raises ``ValueError`` with advice for a value that cannot be sent. An unpacker raises any
+exception on bytes that no packer wrote, and the codec translates it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, Windows
 from typing import Any
 from uuid import UUID
 
-# What people do with ints costs more than linear time in their width: two of these are multiplied
-# in 20 ms. It has 157,000 decimal digits.
+# Arithmetic takes more than linear time: multiplying two of these, with 157,000 decimal digits,
+# takes 20 ms.
 _MAX_INT_NBYTES = 65_536
 # A fraction is reduced when it is made: at this width that takes a millisecond.
 _MAX_FRACTION_NBYTES = 1024
-# As an int, a decimal has as many digits as its exponent says.
+# Converted to an int, a decimal has as many digits as its exponent says.
 _MAX_DECIMAL_DIGITS = 4096
 _MAX_DECIMAL_EXPONENT = 99_999
 
@@ -33,7 +32,7 @@ _UTC_OFFSET = struct.Struct("<q")  # microseconds; absent if naive
 _NBYTES = struct.Struct("<H")
 _RANGE = struct.Struct("<qqq")
 
-# By number on the wire. A path of another system arrives there as an error.
+# By number on the wire. A path of another system fails to decode.
 _PATHS: list[type[PurePath]] = [PurePosixPath, PureWindowsPath, PosixPath, WindowsPath]
 
 
@@ -51,7 +50,7 @@ def _unpack_int(body: memoryview, longest: int = _MAX_INT_NBYTES) -> int:
 
 
 def _pack_decimal(value: Decimal) -> bytes:
-    """The text of a decimal is exact, whatever the context, but for the case of its E."""
+    """Return the text of a decimal, which is exact in any context, with a capital E."""
     _, digits, exponent = value.as_tuple()
     is_wide = isinstance(exponent, int) and abs(value.adjusted()) > _MAX_DECIMAL_EXPONENT
     if is_wide or len(digits) > _MAX_DECIMAL_DIGITS:
@@ -63,7 +62,7 @@ def _pack_decimal(value: Decimal) -> bytes:
 def _unpack_decimal(body: memoryview) -> Decimal:
     if len(body) > 2 * _MAX_DECIMAL_DIGITS:
         raise ValueError(f"a decimal of {len(body)} characters")
-    # A text that is no number raises, which the context of the thread may not want.
+    # An invalid text raises, whatever the context of the thread.
     value = Decimal(str(body, "ascii"), Context(traps=[InvalidOperation]))
     if _pack_decimal(value) != body:
         raise ValueError("not as a decimal is written")
@@ -113,7 +112,7 @@ def _unpack_range(body: memoryview) -> range:
 
 
 def _pack_path(value: PurePath) -> bytes:
-    """With lone surrogates, which stand for the bytes of a file's name that are no text."""
+    """Return a path with lone surrogates, which stand for bytes of a name that are not text."""
     return bytes([_PATHS.index(type(value))]) + str(value).encode(errors="surrogatepass")
 
 
@@ -173,7 +172,7 @@ def _pack_clock(value: time | datetime) -> bytes:
 
 
 def _pack_utc_offset(value: time | datetime) -> bytes:
-    """The offset is kept, the zone's name and rules are not: they differ between hosts."""
+    """Return the offset without the zone's name and rules, which differ between hosts."""
     if value.tzinfo is None:
         return b""
     offset = value.utcoffset()
@@ -206,5 +205,5 @@ _CARRIED: dict[int, tuple[type, Callable[[Any], bytes], Callable[[memoryview], A
 PACKERS = {kind: (code, pack) for code, (kind, pack, _) in _CARRIED.items()}
 PACKERS.update(dict.fromkeys(_PATHS, PACKERS.pop(PurePath)))
 UNPACKERS = {code: unpack for code, (_, _, unpack) in _CARRIED.items()}
-# The codes of those that may take long to compare with a number of another type (``limits``).
+# The codes of values that may take long to compare with a number of another type (``limits``).
 COSTLY_KEYS = frozenset(PACKERS[kind][0] for kind in (int, Decimal, Fraction))

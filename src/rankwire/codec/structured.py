@@ -2,8 +2,8 @@
 
 The wire describes one as ``[itemsize, is_aligned, [name, offset, dtype, *shape], ...]``, where the
 dtype of a field is a code of ``arrays`` or such a list again; the fields are in the order of their
-offsets and do not overlap. So numpy is given nothing that it would have to parse, and no field can
-be an address. What lies between the fields is not the sender's to tell: it is sent as zeros.
+offsets and do not overlap. So numpy parses nothing, and no field can be an address. The gaps
+between fields are sent as zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rankwire.codec import arrays
 from rankwire.codec.arrays import Array, ArrayHead, DType
 from rankwire.errors import InvalidMessageError
 
-# More than people write by hand. A description may have a few kilobytes.
+# More than programs need. A description may have a few kilobytes.
 _MAX_DEPTH = 4
 _MAX_FIELDS = 256
 _MAX_BODY_NBYTES = 16_384
@@ -27,7 +27,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def _described_type() -> Any:
-    """Return the type of a description, closed to maps: a sender could choose keys of one hash."""
+    """Return the type of a description. It has no maps: a sender could choose keys of one hash."""
     described: Any = str
     for _ in range(_MAX_DEPTH):
         described = list[int | bool | list[str | int | described]]
@@ -38,7 +38,7 @@ _unpack = msgspec.msgpack.Decoder(list[bool | int | _described_type()]).decode  
 
 
 def array_body(array: Array) -> bytes | None:
-    """Return the description of a structured array, or None if it is not carried."""
+    """Return the description of a structured array, or None if it cannot be sent."""
     described = describe(array.dtype) if arrays.has_carried_ndim(array) else None
     if described is None:
         return None
@@ -47,11 +47,7 @@ def array_body(array: Array) -> bytes | None:
 
 
 def array_head(body: memoryview) -> ArrayHead:
-    """Check the description of a structured array.
-
-    Raises:
-        InvalidMessageError: It is not one that :func:`array_body` makes.
-    """
+    """Check the description of a structured array."""
     if len(body) > _MAX_BODY_NBYTES:
         raise InvalidMessageError(f"a description of an array in {len(body)} bytes")
     described, is_fortran, *shape = _unpack(body)
@@ -61,7 +57,7 @@ def array_head(body: memoryview) -> ArrayHead:
 
 
 def advice_for(array: Array) -> str:
-    """Return what to do with an array that is carried neither here nor by ``arrays``."""
+    """Return what to do with an array that neither this module nor ``arrays`` can describe."""
     if not arrays.has_carried_ndim(array):
         return f"It has {array.ndim} dimensions, more than numpy 1.26 has: reshape it."
     if array.dtype.hasobject:
@@ -72,7 +68,7 @@ def advice_for(array: Array) -> str:
 
 
 def describe(dtype: DType, depth: int = _MAX_DEPTH) -> list[Any] | None:
-    """Return what the wire calls a structured dtype, or None if it is not carried."""
+    """Return the description of a structured dtype, or None if it cannot be sent."""
     if dtype.type is not np.void or dtype.fields is None or dtype.names is None or not depth:
         return None
     if len(dtype.names) != len(dtype.fields) or len(dtype.names) > _MAX_FIELDS:  # titles
@@ -103,11 +99,7 @@ def _is_text(name: str) -> bool:
 
 
 def dtype_of(described: Any, depth: int = _MAX_DEPTH) -> DType:
-    """Return the dtype that :func:`describe` described.
-
-    Raises:
-        InvalidMessageError: It did not; or what numpy raises for fields that make no sense.
-    """
+    """Return the dtype of a description."""
     if type(described) is not list or not depth or not 3 <= len(described) <= _MAX_FIELDS + 2:
         raise InvalidMessageError("malformed description of a structured array")
     itemsize, is_aligned, *fields = described
@@ -137,8 +129,8 @@ def dtype_of(described: Any, depth: int = _MAX_DEPTH) -> DType:
 def array_bytes(array: Array) -> memoryview:
     """Return the bytes of a structured array in memory order, with zeros between its fields."""
     if _has_gaps(array.dtype):
-        # Not the dtype itself: of a record with objects, numpy counts those that are left out too.
-        # Nor zeros_like, which writes to the fields only.
+        # Not the dtype itself: numpy counts objects in fields that a view leaves out. Nor
+        # zeros_like, which writes only to the fields.
         dtype = dtype_of(describe(array.dtype))
         clean = np.zeros(array.shape, dtype, "F" if array.flags.fnc else "C")
         _copy_fields(array, clean)
@@ -155,7 +147,7 @@ def _has_gaps(dtype: DType) -> bool:
 
 
 def _copy_fields(source: Array, target: Array) -> None:
-    """Copy what is in fields, and nothing else: as a whole, numpy copies what is between too."""
+    """Copy field by field: copying the whole element, numpy copies the gaps too."""
     if source.dtype.names is None:
         target[...] = source
         return
@@ -164,12 +156,9 @@ def _copy_fields(source: Array, target: Array) -> None:
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
-    """Return the array whose bytes are in the payload from ``start`` on, as a view of them.
+    """Return the array whose bytes are in the payload from ``start`` on, as a view.
 
     The caller has checked that all bytes are there.
-
-    Raises:
-        InvalidMessageError: Some bytes are no values of their fields.
     """
     array = arrays.view_array(head, payload, start)
     _check_fields(array.dtype, array.shape, array.strides, payload, start)

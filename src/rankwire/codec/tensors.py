@@ -1,10 +1,12 @@
-"""torch tensors and parameters as a short description and their own bytes, as ``arrays`` does it.
+"""torch tensors, parameters and constants as a short description and their bytes, like ``arrays``.
 
-A description is a msgpack array of torch's name for the dtype and the shape; that of a parameter
-has whether it requires a gradient in front. The names are a closed list.
+A description is a msgpack array of torch's name for the dtype, from a closed list, and the shape;
+a parameter's begins with whether it requires a gradient. Dtypes, devices, layouts and memory
+formats travel by kind and name. Sending never imports torch, since a program that holds a tensor
+has; receiving does.
 
-torch is never imported to send: who holds a tensor has imported it. Receiving a tensor imports
-it.
+Arrays on a tensor's memory are never made by ``tensor.numpy()``: after that torch refuses to resize
+the storage, and programs that free their parameters between two uses fail.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from rankwire.codec.arrays import (
 )
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
-# torch's names with the little-endian numpy type that has the same bytes: mostly that of the same
-# name. numpy has no bfloat16, and no float8.
+# torch's names with the little-endian numpy type that has the same bytes. numpy has no bfloat16 and
+# no float8.
 _SAME_NAMES = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -45,22 +47,22 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is a torch tensor, without importing torch."""
+    """Return whether a value is a torch tensor, without importing torch."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and isinstance(value, tensor)
 
 
 def is_parameter(tensor: Any) -> bool:
-    """Tell whether a tensor is an ``nn.Parameter``, and of no class made of that."""
+    """Return whether a tensor is an ``nn.Parameter`` and not of a subclass."""
     return type(tensor) is sys.modules["torch"].nn.Parameter
 
 
 def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
-    """Return what to do with a tensor that is not carried as it is, or None if it is carried.
+    """Return what to do with a tensor that cannot be sent as it is, or None if it can.
 
     Args:
-        tensor: Which.
-        any_dtype: Whether its elements are carried as bytes, whatever they are.
+        tensor: The tensor.
+        any_dtype: Whether elements of any dtype are sent as bytes.
     """
     torch = sys.modules["torch"]
     if not tensor.is_cpu:
@@ -77,7 +79,7 @@ def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
 
 
 def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
-    """Return the description of a carried tensor, and its bytes: its own memory, or a copy.
+    """Return the description of a tensor, and its bytes: its own memory, or a copy.
 
     Raises:
         UnsupportedTypeError: Its memory has been freed.
@@ -95,11 +97,7 @@ def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
 
 
 def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
-    """Check the description of a tensor; return its dtype's name and the array it is a view of.
-
-    Raises:
-        InvalidMessageError: It is not one that :func:`tensor_body` makes.
-    """
+    """Check the description of a tensor; return the dtype's name and the array below it."""
     return _known_head(bytes(body))
 
 
@@ -109,11 +107,7 @@ def _known_head(body: bytes) -> tuple[str, ArrayHead]:
 
 
 def view_tensor(name: str, array: Array) -> Any:
-    """Return a tensor on an array's memory.
-
-    Raises:
-        InvalidMessageError: torch is not installed here, or too old to know the dtype.
-    """
+    """Return a tensor on an array's memory."""
     try:
         torch = _torch()
         dtype = getattr(torch, name)
@@ -129,23 +123,19 @@ def view_tensor(name: str, array: Array) -> Any:
 
 @cache
 def _torch() -> Any:
-    """Return torch, once it is imported: another thread may be about to."""
+    """Import torch at the first use: another thread may be importing it."""
     return importlib.import_module("torch")
 
 
 def parameter_body(parameter: Any) -> tuple[bytes, memoryview]:
-    """Return what :func:`tensor_body` does, with whether a gradient is wanted in front."""
+    """Return what :func:`tensor_body` does, with ``requires_grad`` in front."""
     _, elements = tensor_body(parameter)
     name = carrier_of(parameter.dtype)[1]
     return _pack([parameter.requires_grad, name, *parameter.shape]), elements
 
 
 def parameter_head(body: memoryview) -> tuple[bool, str, ArrayHead]:
-    """Check the description of a parameter; return its gradient, and as :func:`tensor_head`.
-
-    Raises:
-        InvalidMessageError: It is not one that :func:`parameter_body` makes.
-    """
+    """Check the description of a parameter; return ``requires_grad``, dtype name and array."""
     requires_grad, *parts = description_parts(body)
     if type(requires_grad) is not bool:
         raise InvalidMessageError("malformed description of a parameter")
@@ -187,7 +177,7 @@ def build_size(extents: list[Any]) -> Any:
 
 
 def constant_of(value: object) -> list[str] | None:
-    """Return kind and name of a dtype, device, layout or memory format; None for any other."""
+    """Return kind and name of a dtype, device, layout or memory format; None for other values."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -198,11 +188,7 @@ def constant_of(value: object) -> list[str] | None:
 
 
 def build_constant(parts: list[Any]) -> Any:
-    """Return what :func:`constant_of` took apart.
-
-    Raises:
-        InvalidMessageError: There is no such thing here.
-    """
+    """Return the dtype, device, layout or memory format of this kind and name."""
     kind, name = parts
     torch = _required_torch()
     if kind in _KINDS and type(name) is str:
@@ -225,15 +211,15 @@ def _required_torch() -> Any:
         ) from error
 
 
-_NUMBERS = "biufc"  # the kinds of numpy's own dtypes that torch has too; others are of extensions
+_NUMBERS = "biufc"  # the kinds of dtypes that numpy and torch share
 
 
 @lru_cache(maxsize=256)
 def carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
-    """Return numpy's dtype for the elements of a torch dtype, and that one's name.
+    """Return numpy's dtype for the elements of a torch dtype, and the torch dtype's name.
 
-    Where numpy has no such dtype, that is of whole numbers of the same size; the last item is
-    whether they are only moved.
+    Where numpy has no such dtype, it is an int of the same size; the last item is whether the
+    elements can only be moved.
     """
     name = str(dtype).removeprefix("torch.")
     try:
@@ -246,13 +232,13 @@ def carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
 
 
 def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
-    """Return an array on the memory of a dense tensor of the CPU; None if it has too little.
+    """Return an array on the memory of a dense tensor of the CPU; None if its memory is too small.
 
-    Lazy views are not resolved: their memory is as it is. The array can not be written if some of
-    its elements are the same memory, as of an expanded tensor.
+    Lazy views are not resolved. The array is read-only if elements share memory, as in an expanded
+    tensor.
 
     Args:
-        tensor: Which.
+        tensor: The tensor.
         carrier: The dtype of the array, of the same size as the tensor's.
     """
     shape, reach = tuple(tensor.shape), tensor.numel()
@@ -278,12 +264,12 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
 
 
 def bytes_of(tensor: Any) -> memoryview | None:
-    """Return the memory of a dense tensor of the CPU as bytes; None if it is not just that.
+    """Return the memory of a dense tensor of the CPU as bytes.
 
-    So if it has gaps, is a lazy view, is elsewhere, is empty, or has too little memory.
+    None if it has gaps, is a lazy view, not on the CPU or empty, or its memory is too small.
 
     Args:
-        tensor: One of torch's own classes.
+        tensor: A tensor of one of torch's own classes.
     """
     if tensor.layout is not sys.modules["torch"].strided or not tensor.is_cpu:
         return None
@@ -303,9 +289,10 @@ def bytes_of(tensor: Any) -> memoryview | None:
 
 
 class _HeldMemory:
-    """The memory of a tensor. An array made of it holds this, and so the storage.
+    """The memory of a tensor. Arrays on it hold this object and so the storage.
 
-    Not the tensor: that may be given another storage while a message leaves (``p.data = ...``).
+    It does not hold the tensor, which may get another storage while a message leaves (``p.data =
+    ...``).
     """
 
     __slots__ = ("__array_interface__", "storage")

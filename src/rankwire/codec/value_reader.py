@@ -1,4 +1,4 @@
-"""The reader: extensions become the values that a ``Writer`` made them of, see ``values``.
+"""The reader: decodes extensions to the values that a ``Writer`` made them of (``values``).
 
 It raises ``InvalidMessageError``, or what msgspec, numpy or Python raise on malformed input; the
 codec translates that.
@@ -44,20 +44,20 @@ Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
 
 
 class Reader:
-    """Lifts the extensions of one payload, and takes the buffers beside its head in their order.
+    """Decodes the extensions of one payload, and takes the buffers beside its head in their order.
 
-    Extensions nest as deep as the writer allows. Native lists and maps are msgspec's, which ends at
-    the interpreter's recursion limit: counting them here would take longer than decoding them.
+    Extensions nest as deep as the writer allows. Native lists and maps are limited only by the
+    interpreter's recursion limit: counting them would take longer than decoding them.
 
-    Size: it has a method for each extension, the mirror of the writer's.
+    Size: it has a method for each extension.
 
     Args:
-        classes: What was registered.
+        classes: The registered classes.
         pickling: The module to unpickle with, or None to refuse pickles.
-        payload: All of it.
-        position: Where the head ends. In the end it must be where the payload ends.
+        payload: The whole payload.
+        position: Where the head ends. After reading it must be the end of the payload.
         max_items: How many items the head may have.
-        peer: Who sent it; only hooks look at it.
+        peer: The sending rank, for hooks.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Reader:
         self._keys: limits.KeyCheck | None = None
         self._head_nbytes = position
         self._receiving = BuildContext(peer)
-        # What is being decoded now, from outside to inside, and was not looked at for odd keys.
+        # Bodies that are being decoded, outermost first, and were not checked for odd keys.
         self._open: list[memoryview] = []
         self.position = position
 
@@ -99,7 +99,7 @@ class Reader:
         return value
 
     def _lift(self, code: int, body: memoryview) -> Any:
-        """Return what an extension stands for. msgspec calls this in the order of the head."""
+        """Return the value of an extension. msgspec calls this in the order of the head."""
         if code in _LIFT:
             return _LIFT[code](self, body)
         if code in scalars.UNPACKERS:
@@ -129,8 +129,8 @@ class Reader:
     def _set(self, body: memoryview) -> set[Any]:
         items = self._level(body)
         self._check_keys(items, is_set=True)
-        # By way of a dict if it is large, so that the set has its final size at once: that is the
-        # table which was checked.
+        # A large set is made of a dict, so that it has its final size at once: that table was
+        # checked.
         keyed = set(items) if len(items) <= MANY_KEYS else set(dict.fromkeys(items))
         return _without_repeats(keyed, len(items))
 
@@ -161,10 +161,10 @@ class Reader:
         return _without_repeats(dict(zip(keys, values, strict=True)), len(keys))
 
     def _refuse_odd_keys(self) -> None:
-        """Refuse native maps with extensions as keys in all that is being decoded.
+        """Refuse native maps with extensions as keys in all bodies that are being decoded.
 
-        No writer makes them. msgspec would compare them without asking, and what calls this takes
-        long to compare.
+        No writer makes them. msgspec would compare the keys without a check, and the callers decode
+        values that take long to compare.
         """
         while self._open:
             limits.refuse_extensions_as_keys(self._open.pop())

@@ -1,4 +1,4 @@
-"""The writer: values that msgspec would not carry exactly become extensions, see ``values``."""
+"""The writer: encodes values that msgspec would not carry exactly as extensions (``values``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class Refusal(Exception):
-    """A value that is not carried. The path to it grows from its end, container by container."""
+    """A value cannot be sent. The path to it grows from its end, container by container."""
 
     def __init__(self, value: Any, advice: str) -> None:
         super().__init__(advice)
@@ -51,17 +51,17 @@ class Refusal(Exception):
 class Writer:
     """Lowers the values of one payload, and collects the buffers that travel beside its head.
 
-    Size: it has a method for each form that a value takes there, and what they share.
+    Size: it has a method for each form of a value on the wire.
 
     Args:
-        classes: What was registered.
-        pickling: The module to pickle with, or None to refuse what is not carried.
+        classes: The registered classes.
+        pickling: The module to pickle with, or None to refuse unsupported values.
         plain: ``PLAIN`` or ``ALWAYS_PLAIN``.
-        peer: Whom it is for; only hooks look at it.
+        peer: The receiving rank, for hooks.
 
     Attributes:
-        buffers: What travels beside the head, in this order.
-        sending: What hooks have learned and left to undo; None if there were none.
+        buffers: The buffers beside the head, in order.
+        sending: The context of the hooks; None if there were none.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Writer:
         """Return the value itself if it is plain, or what stands for it in the head.
 
         Raises:
-            Refusal: It, or a value in it, is not carried.
+            Refusal: It, or a value in it, cannot be sent.
         """
         kind = type(value)
         if kind in self._plain:
@@ -92,12 +92,12 @@ class Writer:
         return self._other(value) if lower is None else lower(self, value)
 
     def lower_record(self, record: list[Any], paths: Sequence[str], levels: int = 1) -> Any:
-        """Lower a list whose items have names; so many outer levels do not count as nesting."""
+        """Lower a list whose items have names; the outer ``levels`` do not count as nesting."""
         self._depth = 1 - levels
         lowered: list[Any] = []
         try:
             for item in record:
-                # Most of a call is plain or empty, and is not looked at any closer.
+                # Most items of a call are plain or empty.
                 is_plain = type(item) in self._plain or (type(item) in _CONTAINERS and not item)
                 lowered.append(item if is_plain else self.lower(item))
         except Refusal as refusal:
@@ -106,7 +106,7 @@ class Writer:
         return lowered
 
     def _each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
-        """Lower the values of a container; ``name`` is asked for the path to the one refused."""
+        """Lower the values of a container; ``name`` returns the path to a refused one."""
         if self._depth == MAX_DEPTH:
             raise Refusal(owner, f"It is nested more than {MAX_DEPTH} levels deep, or in itself.")
         if not values:
@@ -159,11 +159,11 @@ class Writer:
             besides = besides_of(value)
         except ValueError as error:
             return self._unsupported(value, str(error), error)
-        pairs = self._keys_and_values(value)  # first, as the reader will read them
+        pairs = self._keys_and_values(value)  # first, in the order of the reader
         return Ext(code, _pack([*pairs, *self._each(value, besides, lambda index: "._metadata")]))
 
     def _deque(self, value: deque[Any]) -> Ext:
-        items = list(value)  # the walk is of what is there now
+        items = list(value)  # a copy, since the deque may change
         return Ext(Code.DEQUE, _pack([self._each(value, items, "[{}]".format), value.maxlen]))
 
     def _slice(self, value: slice) -> Ext:
@@ -323,21 +323,21 @@ _LOWER: dict[type, Callable[[Writer, Any], Any]] = {
     np.ndarray: Writer._array,
 }
 _CONTAINERS = frozenset((list, dict))
-# Looked for before registered classes are, so that these cannot have hooks.
+# Tested before registered classes, so these cannot have hooks.
 BUILT_IN = PLAIN.union(_LOWER)
 
 
 def _packed_floats(values: Collection[Any]) -> msgspec.Raw | None:
     """Return the encoding of many values if all of them are floats.
 
-    msgspec encodes nothing but a true float as a float. So it is enough to see in what it wrote
-    that each item has nine bytes and begins with 0xcb.
+    msgspec encodes only floats as floats. So it is enough to check that each encoded item has nine
+    bytes and begins with 0xcb.
     """
     if type(next(iter(values))) is not float:
         return None
     try:
         packed = _pack(values)
-    except Exception:  # whatever it is, the walk says it with the path
+    except Exception:  # the walk finds the path
         return None
     start = 3 if len(values) < 2**16 else 5
     is_long_enough = len(packed) == start + 9 * len(values)

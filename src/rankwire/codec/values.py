@@ -1,15 +1,11 @@
-"""What msgpack has no type for, as msgpack extensions: how values become a head, and a head values.
+"""What writer and reader share: the numbers of the wire format, plain values, and collections.
 
-msgspec would encode tuples, dates, enums and more by itself, as the nearest thing that msgpack
-has: what arrives would be of another type. So a ``Writer`` walks a value before msgspec sees it.
-It passes *plain* values, which msgspec carries exactly, at C speed, and *lowers* the rest to
-extensions. A ``Reader`` is msgspec's hook for extensions and *lifts* them again. The body of a
-tuple, set, dict or record is again msgpack, with the same hook.
-
-Both are mirrors and meet in the order of the head: what the writer puts beside it (``buffers``),
-the reader takes in the same order. Each serves one encode or decode and is then thrown away, so
-there is nothing to lock. Where the parts of a payload lie is the codec's business; here is what
-the two ends have in common: numbers of the wire format, and what is plain.
+msgspec would encode tuples, dates, enums and more as the nearest msgpack type, so they would arrive
+as another type. So a ``Writer`` walks a value first. It passes *plain* values on to msgspec, which
+carries them exactly and at C speed, and *lowers* the others to msgpack extensions. A ``Reader``
+*lifts* them again. The body of a tuple, set, dict or record is msgpack too. The reader takes the
+buffers beside the head in the order in which the writer put them there. The items of collections
+travel like those of a list or dict, followed by what else they have (``KEYED``).
 """
 
 from __future__ import annotations
@@ -23,15 +19,15 @@ from rankwire.codec.limits import MAX_NATIVE_MAP
 
 # No dtype needs more, and small arrays are common.
 ALIGNMENT = 16
-# Below this, a copy into the head costs less than one more buffer for the socket.
+# Copying fewer bytes into the head costs less than one more buffer for the socket.
 MIN_BUFFER_NBYTES = 4096
-# Enough for data; a walk this deep stays far from the interpreter's recursion limit.
+# Far below the interpreter's recursion limit.
 MAX_DEPTH = 32
-# Looking at types costs seven times what msgspec takes for a list; so long floats have a shortcut.
+# Checking types takes seven times as long as msgspec does, so long lists of floats have a shortcut.
 MIN_LONG_LIST = 4096
 
-# What msgspec carries exactly, or refuses: an int too wide, a string with a lone surrogate. After
-# such a refusal the walk is repeated with what it never refuses.
+# msgspec carries these exactly, or refuses them: a wide int, a string with a lone surrogate. Then
+# the walk is repeated with the types that it never refuses.
 PLAIN: frozenset[type] = frozenset({type(None), bool, int, float, str})
 ALWAYS_PLAIN = PLAIN - {int, str}
 
@@ -40,7 +36,7 @@ NBYTES = struct.Struct("<Q")
 
 
 class Code:
-    """Types of extensions; those of single values are in ``scalars``."""
+    """The types of extensions; those of single values are in ``scalars``."""
 
     TUPLE, SET, FROZENSET, DICT = 10, 11, 12, 13
     ORDERED_DICT, DEFAULT_DICT, COUNTER, DEQUE, SLICE = 14, 15, 16, 17, 18
@@ -51,7 +47,7 @@ class Code:
 
 
 def is_flat(value: Any) -> bool:
-    """Tell whether msgspec carries a value that is not plain exactly: plain ones in a container."""
+    """Return whether msgspec carries a list, dict or bytes exactly: all its values are plain."""
     kind = type(value)
     if kind is list:
         return not value or (len(value) < MIN_LONG_LIST and PLAIN.issuperset(map(type, value)))
@@ -64,7 +60,7 @@ def is_flat(value: Any) -> bool:
     return kind is bytes and len(value) < MIN_BUFFER_NBYTES
 
 
-# What a default dict may make of nothing: a closed list, since it is called at the receiver.
+# Default factories: a closed list, since the receiver calls them.
 _FACTORIES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -72,11 +68,10 @@ _FACTORIES: dict[str, type] = {
         *(list, tuple, dict, set, frozenset, OrderedDict, Counter, deque),
     )
 }
-_METADATA = "_metadata"  # torch's, on the state of a module
+_METADATA = "_metadata"  # torch sets it on the state of a module
 
 
 def _metadata_of(value: OrderedDict[Any, Any]) -> tuple[Any, ...]:
-    """Return nothing, or the metadata of a state dict."""
     _refuse_attributes(value, {_METADATA})
     return tuple(vars(value).values())
 
@@ -112,7 +107,7 @@ def _nothing(value: Counter[Any]) -> tuple[()]:
 
 
 def _build_counter(pairs: dict[Any, Any]) -> Counter[Any]:
-    """Counts may be zero, negative or no numbers at all."""
+    """Return a counter with these counts, which may be zero, negative or not numbers."""
     built: Counter[Any] = Counter()
     dict.update(built, pairs)
     return built
@@ -124,8 +119,8 @@ def _refuse_attributes(value: Any, carried: set[str]) -> None:
         raise ValueError(f"It has attributes of its own ({names}): send them beside it.")
 
 
-# The dicts of ``collections``: their codes, what they have beside their items (or ``ValueError``
-# with advice if that is not carried), and how one is built of a dict and that.
+# The dicts of ``collections``: the code, what they have beside their items (``ValueError`` with
+# advice if that cannot be sent), and how to build one.
 KEYED: dict[type, tuple[int, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
     OrderedDict: (Code.ORDERED_DICT, _metadata_of, _build_ordered_dict),
     defaultdict: (Code.DEFAULT_DICT, _factory_of, _build_default_dict),
@@ -134,7 +129,7 @@ KEYED: dict[type, tuple[int, Callable[[Any], tuple[Any, ...]], Callable[..., Any
 
 
 def build_deque(items: Any, longest: Any) -> deque[Any]:
-    """Return the deque of these items; it must have room for them."""
+    """Return the deque of these items, which must fit."""
     if type(items) is not list:
         raise ValueError("the items of a deque are not a list")
     if longest is not None and (type(longest) is not int or len(items) > longest):
