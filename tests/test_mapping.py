@@ -62,6 +62,7 @@ SHOWN_IN = {
     "torch/rpc/autograd_tracking": "torch_programs/test_rpc_autograd.py",
     "torch/rpc/optimizer": "torch_programs/test_rpc_optimizer.py",
     "backends/arguments": "backends/test_base.py",
+    "backends/group_ranks": "backends/test_sub.py",
     "rendezvous/control_channel": "rendezvous/test_coordinator.py",
     "transports/tls_contexts": "transports/test_tls.py",
     "links/borrower": "links/test_single_copy.py",

@@ -150,7 +150,7 @@ def test_messages_calls_and_errors_speak_of_ranks_in_the_order(make_world):
     with pytest.raises(DeadlineExceededError) as caught:
         third.recv(0, timeout=0.05)
     assert (caught.value.rank, caught.value.peer) == (2, 0)
-    assert "rank 0 of the group [3, 0, 2] is rank 3 of its parent" in notes(caught.value)
+    assert "rank 0 of the group [3, 0, 2] is rank 3 of the world" in notes(caught.value)
     world[3].close()
     with pytest.raises(RankwireError) as gone:
         second.recv(0, timeout=LATER)
@@ -168,10 +168,7 @@ def test_a_group_in_an_order_of_a_group_in_an_order(make_world):
     with pytest.raises(DeadlineExceededError) as caught:
         inner[1].recv(0, timeout=0.05)
     assert (caught.value.rank, caught.value.peer) == (1, 0)
-    assert notes(caught.value) == [
-        "rank 2 of the group [3, 0, 2] is rank 2 of its parent",
-        "rank 0 of the group [2, 0] is rank 2 of its parent",
-    ]
+    assert notes(caught.value) == ["rank 0 of the group [2, 3] is rank 2 of the world"]
 
 
 @pytest.mark.parametrize("world", ["simulated", "auto", "tcp"])
@@ -486,24 +483,24 @@ def test_wrong_ranks_are_those_of_the_group(make_world):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_a_timeout_names_ranks_of_the_group_and_notes_the_parents(make_world):
+def test_a_timeout_names_ranks_of_the_group_and_notes_the_world_ranks(make_world):
     (_, second) = make_group(make_world(5), [1, 4])
     with pytest.raises(DeadlineExceededError) as caught:
         second.recv(0, timeout=0)
     error = caught.value
     assert (error.rank, error.peer, error.waiting_for) == (1, 0, [0])
-    assert notes(error) == ["rank 0 of the group [1, 4] is rank 1 of its parent"]
-    assert "rank 1 of its parent" in "".join(traceback.format_exception(error))
+    assert notes(error) == ["rank 0 of the group [1, 4] is rank 1 of the world"]
+    assert "rank 1 of the world" in "".join(traceback.format_exception(error))
 
 
-def test_a_barrier_names_the_missing_and_notes_the_parents(make_world):
+def test_a_barrier_names_the_missing_and_notes_the_world_ranks(make_world):
     group = make_group(make_world(6), [1, 3, 5])
     with pytest.raises(DeadlineExceededError) as caught:
         group[0].barrier(timeout=0.1)
     assert caught.value.waiting_for == [1, 2]
     assert notes(caught.value)[-2:] == [
-        "rank 1 of the group [1, 3, 5] is rank 3 of its parent",
-        "rank 2 of the group [1, 3, 5] is rank 5 of its parent",
+        "rank 1 of the group [1, 3, 5] is rank 3 of the world",
+        "rank 2 of the group [1, 3, 5] is rank 5 of the world",
     ]
 
 
@@ -515,24 +512,21 @@ def test_a_death_fails_all_that_is_pending_and_names_the_rank(make_world, pool):
     world[0].network.kill(5)
     for error in [future.exception(SOON) for future in waiting]:
         assert (type(error), error.peer) == (PeerLostError, 2)
-        assert notes(error) == ["rank 2 of the group [1, 3, 5] is rank 5 of its parent"]
+        assert notes(error) == ["rank 2 of the group [1, 3, 5] is rank 5 of the world"]
     with pytest.raises(PeerLostError):
         group[1].barrier()
     group[0].send(b"we go on", 1)
     assert group[1].recv(0) == b"we go on"
 
 
-def test_each_level_of_groups_adds_its_note(make_world):
+def test_an_error_of_a_group_of_a_group_notes_the_world_rank(make_world):
     world = make_world(6)
     inner = make_group(make_group(world, [1, 3, 5]), [1, 2])
     world[0].network.kill(5)
     with pytest.raises(PeerLostError) as caught:
         inner[0].send(b"x", 1)
     assert caught.value.peer == 1
-    assert notes(caught.value) == [
-        "rank 2 of the group [1, 3, 5] is rank 5 of its parent",
-        "rank 1 of the group [1, 2] is rank 2 of its parent",
-    ]
+    assert notes(caught.value) == ["rank 1 of the group [3, 5] is rank 5 of the world"]
 
 
 def test_an_envelope_to_oneself_is_refused_by_the_rank_in_the_group(make_world):
@@ -728,7 +722,7 @@ def test_errors_of_calls_name_ranks_of_the_group(make_world):
     with pytest.raises(PeerLostError) as caught:
         call(caller, 1, 3)
     assert caught.value.peer == 1
-    assert notes(caught.value) == ["rank 1 of the group [3, 5] is rank 5 of its parent"]
+    assert notes(caught.value) == ["rank 1 of the group [3, 5] is rank 5 of the world"]
     with pytest.raises(PeerLostError) as caught:
         poll(callee)
     assert caught.value.peer == 1

@@ -103,6 +103,11 @@ class Backend(MessagePosting):
         guard(self)
 
     @property
+    def mesh(self) -> Backend:
+        """The backend of the whole world, which knows world ranks only."""
+        return self
+
+    @property
     def roll_members(self) -> tuple[int, ...]:
         """The members as a report to the coordinator lists them; empty if it is the world."""
         if self.group == WORLD_GROUP:

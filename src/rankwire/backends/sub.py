@@ -1,23 +1,19 @@
 """SubBackend: some of the ranks of a backend, as a backend of their own.
 
-A view, not a connection: every operation goes to the parent with the rank translated and the
-group's own id in the envelope, so that a group, its parent and other groups never take each other's
-messages. Any backend can be the parent, also another ``SubBackend``; "parent rank" below always
-means the parent's numbering.
+A group is its members and its id over the mesh of its world. Below this module there are only world
+ranks: a group translates ranks where an operation enters, and errors where it leaves. The group's
+id in the envelope keeps its messages apart from those of other groups.
 
-A group is of certain processes. A member that is started anew alone (``joins``) is none of them:
-for the group it stays lost, and those who want it back make another group.
+A group consists of certain processes. If a launcher starts a member anew (``joins``), the group
+keeps it as lost, and the program makes another group.
 
-Size: as for its class.
+All members construct a group together: each tells every other who it thinks the members are
+(``agreement``). So a disagreement is found at once, and all members know the same group id.
 
-Construction is a collective of the members: each tells every other who it thinks the members are.
-So a disagreement is found at once, by name, and all members know the same group id. The module
-knows the ``Backend`` and ``CallPort`` interfaces and nothing of what is behind them.
+Lock: one, held for moments, guards a group's call ports, its receives under way and the groups made
+of it.
 
-Locks: one, held for moments, guards a group's call ports and counters. Those of forming a group are
-in ``agreement``.
-
-Size: as for its class.
+Size: it has a method for each of ``Transport``'s.
 """
 
 from __future__ import annotations
@@ -27,12 +23,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from rankwire import runtime
 from rankwire.backends.agreement import group_id, service_of_group
 from rankwire.backends.arguments import check_members, check_rank
 from rankwire.backends.base import Backend
 from rankwire.backends.events import OnJoined, OnLost, OnSuspected
+from rankwire.backends.group_ranks import GroupRanks
 from rankwire.backends.sub_calls import SubCallPort
 from rankwire.backends.sub_messages import SubExpected, SubExpectedFromAny, SubOffer
 from rankwire.deadline import Deadline
@@ -47,12 +45,13 @@ from rankwire.links.borrower import Borrowed
 from rankwire.mesh.calls import CallPort
 from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
 from rankwire.observe.status import PeerStatus
+from rankwire.override import override
 from rankwire.transports.shared_segment import SharedSegment
 from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.receive import Destination
 
-# A parent need not wake a thread that reads a connection for others too; that one looks up this
-# often. A receive that is taken back and posted again loses nothing.
+# A thread that reads a connection for others too is not woken when its group closes: it looks up
+# this often. A receive that is taken back and posted again loses nothing.
 _LOOK_UP_EVERY = 0.25
 _CLOSE_PATIENCE = 4 * _LOOK_UP_EVERY
 
@@ -112,12 +111,16 @@ class SubBackend(Backend):
         self.security = parent.security
         self.ranks_return = parent.ranks_return
         self._members = chosen
+        self._mesh = parent.mesh
+        self._world = [parent.world_rank_of(member) for member in chosen]
+        self.ranks = GroupRanks(self._world, self.rank)
         self._lock = runtime.Lock()
-        self._ports: set[SubCallPort] = set()
+        self._ports: list[SubCallPort] = []
+        self._groups: list[ref[SubBackend]] = []  # those made of this one
         self._waiting: list[int] = []  # the group of each receive under way
         self._has_closed = False
-        self._joins = parent.joins
-        self._incarnations = [parent.incarnation_of(member) for member in chosen]
+        self._joins = self._mesh.joins
+        self._incarnations = [self._mesh.incarnation_of(rank) for rank in self._world]
         self._replaced: dict[int, PeerLostError] = {}  # ranks of this group that are others by now
         deadline = Deadline(self.timeout, self.clock)
         try:
@@ -128,6 +131,14 @@ class SubBackend(Backend):
         if self.broken is not None:  # it may have been the old process that agreed
             raise parent.explained(self.broken.copy(), "SubBackend", deadline)
         self.roll.add(self)
+        if isinstance(parent, SubBackend):
+            living = [each for each in parent._groups if each() is not None]
+            parent._groups = [*living, ref(self)]
+
+    @property
+    @override
+    def mesh(self) -> Backend:
+        return self._mesh
 
     @property
     def members(self) -> list[int]:
@@ -142,35 +153,35 @@ class SubBackend(Backend):
         """Return the rank in this group of a parent rank, or None if it is not a member."""
         return self._members.index(parent_rank) if parent_rank in self._members else None
 
+    @override
     def world_rank_of(self, rank: int) -> int:
-        """Return the rank in the whole world of a rank of this group."""
-        return self.parent.world_rank_of(self.to_global(rank))
+        return self._world[check_rank(rank, self.world_size)]
 
     # -- ranks that were started anew --------------------------------------------------------------
 
     @property
+    @override
     def joins(self) -> int:  # type: ignore[override]
-        """How many times a rank of the whole world was started anew."""
-        return self.parent.joins
+        return self._mesh.joins
 
     @property
+    @override
     def incarnation(self) -> int:  # type: ignore[override]
-        """How many times this rank's process was started anew alone."""
-        return self.parent.incarnation
+        return self._mesh.incarnation
 
+    @override
     def incarnation_of(self, rank: int) -> int:
-        """Return how many times the process of a rank was started anew alone."""
-        return self.parent.incarnation_of(self._members[rank])
+        return self._mesh.incarnation_of(self._world[rank])
 
     @property
     def broken(self) -> RankwireError | None:  # type: ignore[override]
         """Why this group is over: a member was started anew since it was made."""
-        if self.parent.joins != self._joins:
+        if self._mesh.joins != self._joins:
             self._look_for_replaced()
         return next(iter(self._replaced.values())) if self._replaced else None
 
     def _look_for_replaced(self) -> None:
-        joins = self.parent.joins
+        joins = self._mesh.joins
         for rank, before in enumerate(self._incarnations):
             incarnation = self.incarnation_of(rank)
             if incarnation != before and rank not in self._replaced:
@@ -181,22 +192,23 @@ class SubBackend(Backend):
 
     def _raise_if_replaced(self, rank: int | None) -> None:
         """Raise if a member is not the process any more that it was when this group was made."""
-        if self.parent.joins != self._joins:
+        if self._mesh.joins != self._joins:
             self._look_for_replaced()
         if rank in self._replaced:
             raise self._replaced[rank].copy()
 
+    @override
     def opening_collective(self) -> None:
-        """Tell the parent that its rank begins a collective."""
-        self.parent.opening_collective()
+        self._mesh.opening_collective()
 
     # -- messages ----------------------------------------------------------------------------------
 
+    @override
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
-        """Send one message to a rank of this group."""
-        with self.translating(dst) as parent_rank:
-            self.parent.transmit(parent_rank, envelope, message, deadline)
+        with self.translating(dst) as rank:
+            self._mesh.transmit(rank, envelope, message, deadline)
 
+    @override
     def offer(
         self,
         dst: int,
@@ -206,15 +218,14 @@ class SubBackend(Backend):
         *,
         check: Callable[[], None] | None = None,
     ) -> Offer | None:
-        """Send one message, but do not wait for a rank that reads it out of this one's memory."""
-        send = partial(self.parent.offer, check=check)
+        send = partial(self._mesh.offer, check=check)
         return self._offer_by(send, dst, envelope, message, deadline)
 
+    @override
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
     ) -> Offer | None:
-        """Send one message without waiting for the rank to take it."""
-        return self._offer_by(self.parent.begin, dst, envelope, message, deadline)
+        return self._offer_by(self._mesh.begin, dst, envelope, message, deadline)
 
     def _offer_by(
         self,
@@ -224,8 +235,8 @@ class SubBackend(Backend):
     ) -> Offer | None:
         offer: Offer | None = None
         try:
-            with self.translating(dst) as parent_rank:
-                offer = send(parent_rank, *message)
+            with self.translating(dst) as rank:
+                offer = send(rank, *message)
             return None if offer is None else SubOffer(self, dst, offer)
         except BaseException:
             if offer is not None:
@@ -233,45 +244,45 @@ class SubBackend(Backend):
             raise
 
     @property
+    @override
     def hosts(self) -> Sequence[object]:
-        """One item a rank; those of ranks on one host are equal."""
-        return [self.parent.hosts[member] for member in self._members]
+        return [self._mesh.hosts[rank] for rank in self._world]
 
     @property
+    @override
     def shares_memory(self) -> bool:  # type: ignore[override]
-        """Whether ranks of one host may be able to share memory."""
-        return self.parent.shares_memory
+        return self._mesh.shares_memory
 
+    @override
     def new_segment(self, rank: int, size: int) -> SharedSegment | None:
-        """Make memory for the ranks of a group on this host to meet in."""
-        return self.parent.new_segment(rank, size)
+        return self._mesh.new_segment(rank, size)
 
+    @override
     def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
-        """Open what another rank has made."""
-        return self.parent.open_segment(self._members[src], offer, rank, size)
+        return self._mesh.open_segment(self._world[src], offer, rank, size)
 
+    @override
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
-        """Return the next message of a rank of this group."""
-        take = partial(self.parent.receive, self.to_global(src), envelope, nbytes=nbytes)
+        take = partial(self._mesh.receive, self.world_rank_of(src), envelope, nbytes=nbytes)
         return self.take_patiently(src, envelope, deadline, take)
 
+    @override
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> Expected:
-        """Return the next message under an envelope before it has come."""
-        with self.translating(src) as parent_rank:
-            expected = self.parent.expect(parent_rank, envelope, nbytes=nbytes, into=into)
+        with self.translating(src) as rank:
+            expected = self._mesh.expect(rank, envelope, nbytes=nbytes, into=into)
         return SubExpected(self, src, envelope, expected)
 
+    @override
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
     ) -> ExpectedFromAny:
-        """Return the next message under an envelope from one of several ranks of this group."""
         with self.translating(None):
-            members = [self._members[src] for src in sources]
-            expected = self.parent.expect_any(members, envelope, nbytes=nbytes)
+            ranks = [self._world[src] for src in sources]
+            expected = self._mesh.expect_any(ranks, envelope, nbytes=nbytes)
         return SubExpectedFromAny(self, envelope, expected)
 
     def take_patiently(
@@ -293,37 +304,37 @@ class SubBackend(Backend):
                         raise
                     self._raise_if_closed()
         if isinstance(payload, Borrowed):  # read later, when its sender may be gone
-            payload.translate = self._adopt_from_world
+            payload.translate = partial(self.ranks.adopt, None)
         return payload
 
+    @override
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        """Whether a message lies here, read and not taken."""
-        return self.parent.has_arrived(self._members[src], envelope)
+        return self._mesh.has_arrived(self._world[src], envelope)
 
+    @override
     def has_posted(self) -> bool:
-        """Whether this rank has posted receives that are not done, in any group."""
-        return self.parent.has_posted()
+        return self._mesh.has_posted()
 
+    @override
     def read_others(self) -> None:
-        """Read what ranks have sent, without waiting, so that what was posted moves on."""
-        self.parent.read_others()
+        self._mesh.read_others()
 
+    @override
     def abandon(self, group: int, cause: RankwireError) -> None:
-        """End all receives of one group on this rank."""
-        self.parent.abandon(group, cause)
+        self._mesh.abandon(group, cause)
 
+    @override
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the messages of a family of tags, now and later."""
-        self.parent.refuse(envelope)
+        self._mesh.refuse(envelope)
 
     # -- calls -------------------------------------------------------------------------------------
 
     def open_calls(self, service: int) -> CallPort:
         """Return a port for calls. The same number in another group is another service."""
         self._raise_if_closed()
-        port = SubCallPort(self, self.parent.open_calls(service_of_group(self.group, service)))
+        port = SubCallPort(self, self._mesh.open_calls(service_of_group(self.group, service)))
         with self._lock:
-            self._ports.add(port)
+            self._ports.append(port)
         if self._closed:  # meanwhile: then close() may have missed it
             port.close()
         return port
@@ -331,74 +342,74 @@ class SubBackend(Backend):
     def forget_port(self, port: SubCallPort) -> None:
         """Called by a port that is closed."""
         with self._lock:
-            self._ports.discard(port)
+            self._ports = [each for each in self._ports if each is not port]
 
     # -- ending ------------------------------------------------------------------------------------
 
+    @override
     def failure_of(self, rank: int) -> RankwireError | None:
-        """Return why a peer is gone, or None; also if this view of it is."""
-        if self.closed:
+        if self._is_closed():
             return ChannelClosedError("this group is closed")
         if self.broken is not None and rank in self._replaced:
             return self._replaced[rank]
-        failure = self.parent.failure_of(self.to_global(rank))
+        failure = self._mesh.failure_of(self.world_rank_of(rank))
         if failure is not None:
             failure = failure.copy()
-            self.adopt(rank, None, failure)
+            self.ranks.adopt(rank, failure)
         return failure
 
+    @override
     def lost_ranks(self) -> list[int]:
-        """Return the ranks of this group that are lost."""
-        found = (self.to_local(rank) for rank in self.parent.lost_ranks())
+        found = map(self.ranks.find, self._mesh.lost_ranks())
         return [rank for rank in found if rank is not None]
 
+    @override
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
-        """Ask a rank what it is doing."""
-        return self.parent.doing_of(self.to_global(rank), deadline)
+        return self._mesh.doing_of(self.world_rank_of(rank), deadline)
 
+    @override
     def unreceived(self, src: int, group: int) -> dict[int, int]:
-        """Return how many messages of a rank lie here, read and not received, by tag."""
-        return self.parent.unreceived(self.to_global(src), group)
+        return self._mesh.unreceived(self.world_rank_of(src), group)
 
+    @override
     def silences(self) -> dict[int, float]:
-        """Return the members that were not heard lately, with the seconds since."""
-        found = self.parent.silences()
-        return {n: found[rank] for n, rank in enumerate(self._members) if rank in found}
+        found = self._mesh.silences()
+        return {n: found[rank] for n, rank in enumerate(self._world) if rank in found}
 
+    @override
     def status_of(self, rank: int) -> PeerStatus:
-        """Return what is known about a peer, also beyond this group."""
-        return replace(self.parent.status_of(self.to_global(rank)), rank=rank)
+        return replace(self._mesh.status_of(self.world_rank_of(rank)), rank=rank)
 
+    @override
     def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
-        """Have a function called when a member of this group is lost."""
 
         def lost(error: PeerLostError) -> None:
-            rank = self.to_local(error.peer) if error.peer is not None else None
+            rank = self.ranks.find(error.peer)
             if rank is not None:
-                self.adopt(rank, None, error)
+                self.ranks.adopt(rank, error)
                 callback(error)
 
-        return self.parent.on_peer_lost(lost)
+        return self._mesh.on_peer_lost(lost)
 
     def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
         """Have a function called when a member was started anew, which ends this group."""
 
-        def joined(parent_rank: int, incarnation: int) -> None:
-            rank = self.to_local(parent_rank)
+        def joined(world_rank: int, incarnation: int) -> None:
+            rank = self.ranks.find(world_rank)
             if rank is not None and incarnation != self._incarnations[rank]:
                 callback(rank, incarnation)
 
-        return self.parent.on_peer_joined(joined)
+        return self._mesh.on_peer_joined(joined)
 
+    @override
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
-        """Have a function called when a member of this group becomes silent, or is heard again."""
 
-        def suspected(parent_rank: int, seconds: float) -> None:
-            rank = self.to_local(parent_rank)
+        def suspected(world_rank: int, seconds: float) -> None:
+            rank = self.ranks.find(world_rank)
             if rank is not None:
                 callback(rank, seconds)
 
-        return self.parent.on_peer_suspected(suspected)
+        return self._mesh.on_peer_suspected(suspected)
 
     def close(self, *, error: BaseException | None = None) -> None:
         """End the view and its call ports, not the parent. Idempotent.
@@ -410,7 +421,10 @@ class SubBackend(Backend):
             return
         with self._lock:
             self._closed = True
-            ports = list(self._ports)
+            ports, groups = list(self._ports), [each() for each in self._groups]
+        for group in groups:
+            if group is not None:
+                group.close()
         if self.operations is not None:
             self.operations.release()
         for port in ports:
@@ -426,7 +440,7 @@ class SubBackend(Backend):
         with self._lock:
             groups = {self.group, *self._waiting}
         for group in groups:
-            self.parent.abandon(group, ChannelClosedError("this group is closed"))
+            self._mesh.abandon(group, ChannelClosedError("this group is closed"))
 
     @contextmanager
     def _receiving(self, group: int) -> Iterator[None]:
@@ -442,60 +456,29 @@ class SubBackend(Backend):
 
     @contextmanager
     def translating(self, rank: int | None) -> Iterator[int]:
-        """Give the parent rank of a rank; errors that pass get this group's ranks and a note.
+        """Give the world rank of a rank; errors that pass get this group's ranks and a note.
 
         Without a rank, that of this process.
         """
         self._raise_if_closed()
-        parent_rank = self.to_global(self.rank if rank is None else rank)
+        world_rank = self.world_rank_of(self.rank if rank is None else rank)
         try:
             self._raise_if_replaced(rank)
-            yield parent_rank
+            yield world_rank
         except RankwireError as error:
-            self.adopt(rank, None, error)
+            self.ranks.adopt(rank, error)
             raise
 
-    def adopt(
-        self, peer: int | None, first: Callable[[RankwireError], None] | None, error: RankwireError
-    ) -> None:
-        """Give an error this group's ranks, and a note.
-
-        Args:
-            peer: The rank of this group that it is about, if it is about one.
-            first: What puts it into the terms of the parent, if that is a group too.
-            error: With ranks of the parent.
-        """
-        if first is not None:
-            first(error)
-        if error.rank == self.parent.rank:
-            error.rank = self.rank
-        if error.peer in self._members:
-            error.peer = self._members.index(error.peer)
-        if isinstance(error, DeadlineExceededError):
-            ranks = map(self.to_local, error.waiting_for)
-            error.waiting_for = [rank for rank in ranks if rank is not None]
-        about = error.peer if peer is None else peer
-        if about is not None:
-            self._note(error, [about])
-
-    def _adopt_from_world(self, error: RankwireError) -> None:
-        if isinstance(self.parent, SubBackend):
-            self.parent._adopt_from_world(error)
-        self.adopt(None, None, error)
-
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
-        """Add what was being done, and which ranks of the parent are missing."""
+        """Add what was being done, and which ranks of the world are missing."""
         if isinstance(error, DeadlineExceededError | CollectiveAbortedError):
-            self._note(error, error.waiting_for)  # a collective finds out who is missing here
+            self.ranks.note(error, error.waiting_for)  # a collective finds out who is missing here
         return super().explained(error, *context)
 
-    def _note(self, error: RankwireError, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            parent_rank = self._members[rank]
-            note = f"rank {rank} of the group {self._members} is rank {parent_rank} of its parent"
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+    def _is_closed(self) -> bool:
+        parent = self.parent
+        return self._closed or (isinstance(parent, SubBackend) and parent._is_closed())
 
     def _raise_if_closed(self) -> None:
-        if self._closed:
+        if self._is_closed():
             raise ChannelClosedError("this group is closed")

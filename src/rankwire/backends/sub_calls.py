@@ -44,12 +44,12 @@ class SubCallPort(CallPort):
         with self._group.translating(dst) as rank:
             reply = self._port.call(rank, request_id, message, deadline, on_reply, hold, limit)
         if reply is not None:
-            reply.translate = partial(self._group.adopt, dst, reply.translate)
+            reply.translate = partial(self._group.ranks.adopt, dst)
         return reply
 
     def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
         """Tell a rank of the group that the reply is not wanted."""
-        self._port.cancel(self._group.to_global(dst), request_id, expired=expired)
+        self._port.cancel(self._group.world_rank_of(dst), request_id, expired=expired)
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
         """Wait until fewer than ``limit`` calls are in flight; False if the time passes first."""
@@ -58,7 +58,7 @@ class SubCallPort(CallPort):
 
     def calls_to(self, dst: int) -> list[int]:
         """Return the request ids of the calls to a rank of the group that are in flight."""
-        return self._port.calls_to(self._group.to_global(dst))
+        return self._port.calls_to(self._group.world_rank_of(dst))
 
     def attend(self, *, patiently: bool = False) -> bool:
         """Have replies that no thread waits for looked after by whoever is in ``poll``."""
@@ -66,7 +66,7 @@ class SubCallPort(CallPort):
 
     def attend_to(self, dst: int, reply: Reply) -> None:
         """Have a reply that no thread waits for read as soon as it comes."""
-        self._port.attend_to(self._group.to_global(dst), reply)
+        self._port.attend_to(self._group.world_rank_of(dst), reply)
 
     def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
         """Return what ranks of the group ask."""
@@ -78,8 +78,8 @@ class SubCallPort(CallPort):
         self._port.wake()
 
     def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
-        """Say how to learn which calls are being served, by ranks of the parent."""
-        rank_of = self._group.to_global
+        """Say how to learn which calls are being served, by world ranks."""
+        rank_of = self._group.world_rank_of
         self._port.tell_serving(
             lambda: [each._replace(src=rank_of(each.src)) for each in serving()]
         )
@@ -111,7 +111,7 @@ class SubCallPort(CallPort):
     def _translated(self, event: PortEvent) -> PortEvent:
         if isinstance(event, RepliesDue):
             return event
-        src = self._group.to_local(event.src)
+        src = self._group.ranks.find(event.src)
         assert src is not None  # the service number is known to members alone
         if isinstance(event, IncomingCall):
             event.src = src  # where the reply goes does not depend on it

@@ -1,4 +1,4 @@
-"""Messages of a group that are under way: those of its parent, in the terms of the group."""
+"""Messages of a group that are under way: those of the mesh, with ranks of the group."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SubExpectedFromAny(ExpectedFromAny):
         take = self._expected.take
         payload = self._group.take_patiently(None, self._envelope, deadline, take)
         source = self._expected.source
-        self.source = None if source is None else self._group.to_local(source)
+        self.source = self._group.ranks.find(source)
         return payload
 
     def give_up(self) -> None:
