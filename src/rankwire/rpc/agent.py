@@ -105,8 +105,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
         self._registry = Registry(None if resolve is None else Resolver(resolve))
-        self._closed = False
-        self._stop_signal = StopSignal(backend, lambda: self._closed)
+        self._stop_signal = StopSignal(backend, lambda: self._caller.closed)
         self._registry.own[STOP] = self._stop_signal.tell
         self._has_stopped: set[int] = set()  # world ranks that know of our ``stop``
         self._close_lock = threading.RLock()  # a callback that runs during close may close
@@ -197,7 +196,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         if self.rank in told:
             self._stop_signal.tell()
         try:
-            if self._closed:
+            if self._caller.closed:
                 raise ChannelClosedError("this agent is closed")
             answers = {
                 rank: self._caller.start(rank, STOP, deadline, None, (), {})
@@ -256,10 +255,10 @@ class RpcAgent(AgentCalls, AgentFunctions):
 
     def _close(self, grace: float, patience: float | None = None) -> None:
         with self._close_lock:
-            if self._closed:
+            if self._caller.closed:
                 return
             deadline = Deadline(grace, self._clock)
-            self._closed = self._caller.closed = True
+            self._caller.closed = True
             self._server.drain(deadline, lambda: not self._caller.is_waiting)
             try:
                 self._server.stop(patience, quietly=grace <= 0.0)
@@ -268,10 +267,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
                 self._caller.futures.fail_all()
 
     def _leave_at_exit(self, error: BaseException | None) -> None:
-        """Close when the interpreter exits, without waiting for functions that still run.
+        """Close at the exit of the interpreter, without waiting for functions.
 
-        After an error the backend tells the other ranks and ends this agent too. Closing here would
-        say goodbye before the reason is sent.
+        After an error the backend tells the other ranks the reason, and ends this agent too.
         """
         if error is None:
             self._close(_EXIT_GRACE, _EXIT_GRACE)
@@ -287,11 +285,8 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._caller.futures.fail_all()
 
     def _serve_until_all_leave(self) -> None:
-        """Serve until no other agent of this name is in use, or the launcher asks this rank to end.
-
-        An interrupt ends it at once.
-        """
-        if self._closed or self._stop_signal.is_asked:
+        """Serve until all other agents of this name have left; an interrupt ends it at once."""
+        if self._caller.closed or self._stop_signal.is_asked:
             return
         try:
             self._port.presence.leave(self._has_stopped)
@@ -310,7 +305,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self.close(grace=_GRACE if error is None else 0.0)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self._port.in_flight()} calls in flight"
+        state = "closed" if self._caller.closed else f"{self._port.in_flight()} calls in flight"
         return (
             f"<RpcAgent {self.name!r} on rank {self.rank} of {self.world_size}, "
             f"{len(self.functions())} functions, {state}>"
@@ -323,11 +318,7 @@ def _check_limits(*limits: float) -> None:
 
 
 def _service_number(name: str) -> int:
-    """Return the number by which agents of one name find each other.
-
-    Raises:
-        ConfigurationError: The name is not text, or cannot be encoded.
-    """
+    """Return the number by which agents of one name find each other."""
     try:
         encoded = str.encode(name)
     except (TypeError, UnicodeEncodeError) as error:

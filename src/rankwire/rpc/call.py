@@ -30,10 +30,7 @@ class MadeCall(NamedTuple):
     reply: Reply
 
     def give_up(self, error: RankwireError) -> None:
-        """Fail the call with an error and tell the callee, unless its reply has come.
-
-        The waiting thread gets the error; callbacks run.
-        """
+        """Fail the call with an error and tell the callee, unless its reply has come."""
         if self.reply.abort(error):
             expired = isinstance(error, DeadlineExceededError)
             self.port.cancel(self.dst, self.reply.request_id, expired=expired)
@@ -93,11 +90,7 @@ class Call(PublicDir):
 
     @property
     def expired(self) -> bool:
-        """Whether the call's time is up; for a cancelled call, whether that is why.
-
-        A call that is cancelled but not expired was cancelled by its caller or by closing this
-        agent, or its caller is gone.
-        """
+        """Whether the call's time is up; for a cancelled call, whether that is why."""
         return self.was_late if self.cancelled else self.deadline.expired
 
     @property

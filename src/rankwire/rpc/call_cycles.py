@@ -136,13 +136,8 @@ def pack(calls: Mapping[Key, ActiveCall]) -> list[Any]:
 def unpack(value: Any, rank: int, world_size: int) -> dict[Key, ActiveCall]:
     """Return the report of a rank on calls that it serves.
 
-    Args:
-        value: The report as plain values.
-        rank: The rank that sent it; all calls in it must be served there.
-        world_size: The number of ranks; needed calls must be of one of them.
-
     Raises:
-        InvalidMessageError: It does not have that form.
+        InvalidMessageError: It is malformed, or names calls or ranks that are not possible.
     """
     if type(value) is not list or len(value) > _MAX_CALLS:
         raise InvalidMessageError(f"a report of calls is not a list of up to {_MAX_CALLS} calls")

@@ -115,10 +115,7 @@ class DeferredReplies:
             self._expect_work()
 
     def check(self) -> bool:
-        """Give up the replies whose time has passed; return whether any is not sent yet.
-
-        The standby calls this now and then.
-        """
+        """Give up late replies; return whether any is not sent yet. The standby calls this."""
         if not self._unsent:
             return False
         if self._next_check.expired:

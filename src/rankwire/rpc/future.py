@@ -105,14 +105,12 @@ class RpcFuture(PublicDir, Future[R]):
         self.deadline = deadline
 
     def _attended_condition(self) -> SafeCondition:
-        """Return the base class's condition; the first use makes it.
+        """Return the base class's condition, and have the reply read as soon as it comes.
 
-        Most futures end before a thread waits, cancels or adds a callback, and making a condition
-        takes as long as encoding the call. Its lock is its own: ``concurrent.futures.wait`` takes
-        those of many futures, in an order that no shared one could be part of.
-
-        A thread that takes the condition may wait without reading the connection. So from now on,
-        the reply is read as soon as it comes.
+        The first use makes it, because most futures end without, and making one takes as long as
+        encoding the call. Its lock is not shared: ``concurrent.futures.wait`` takes those of many
+        futures at once. The reply must be read early, because threads that use the condition do not
+        read the connection.
         """
         if self._made is not None:
             return self._made
@@ -195,8 +193,7 @@ class RpcFuture(PublicDir, Future[R]):
     def when_ended(self, on_end: OnEnd) -> None:
         """Call ``on_end`` once it is done, without having its reply read early.
 
-        For an object that represents this future elsewhere, and waits by waiting for this one. It
-        must not raise, and may be called twice.
+        It must not raise, and may be called twice.
         """
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
@@ -302,11 +299,7 @@ class RpcFuture(PublicDir, Future[R]):
             _log.exception("a callback of %r raised", self)
 
     def expire(self, end: Callable[[RpcFuture[Any]], None] | None = None) -> None:
-        """End it because the call's deadline has passed, unless it has ended otherwise.
-
-        Args:
-            end: Ends it; by default the agent asks the callee why it is late, and ends it.
-        """
+        """End it at the call's deadline, with ``end`` or by asking the callee why."""
         if self.done():
             self._futures.settled(
                 self
@@ -319,8 +312,7 @@ class RpcFuture(PublicDir, Future[R]):
     def _drive(self, timeout: float | None) -> float | None:
         """Read the connection until the reply is there; return what is left of ``timeout``.
 
-        If another thread has read the reply and is about to end the future, wait for that, by the
-        clock of the call; then nothing is left.
+        If another thread is about to end the future, wait for that, by the clock of the call.
         """
         if self.done():
             return timeout

@@ -168,10 +168,7 @@ def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Message
 def encode_failure(codec: Codec, error: BaseException, longest: int | None = None) -> Message:
     """Return the reply for a function that raised: type, message and traceback as text.
 
-    Args:
-        codec: Encodes it.
-        error: The exception.
-        longest: Characters of each text; if given, there is no traceback.
+    With ``longest``, texts have at most so many characters, and there is no traceback.
     """
     if isinstance(error, MessageTooLargeError):
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
@@ -206,13 +203,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
-    """Return the value of a reply, or raise the error that it carries.
+    """Return the value of a reply of ``dst``, or raise the error that it carries.
 
-    Args:
-        codec: Decodes it.
-        payload: The reply.
-        dst: The rank that was called.
-        limit: The call's timeout, for an error that says it has passed.
+    ``limit`` is the call's timeout, for an error that says it has passed.
     """
     reply = codec.decode(payload, _unpack_reply, dst)
     if type(reply) is not _Reply:

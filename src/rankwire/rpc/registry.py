@@ -28,7 +28,8 @@ class Function:
         name: The name to call it by.
         target: The function.
         is_async: Whether it is an ``async def``.
-        is_slow: Whether its last run took so long, or blocked, that another thread should poll.
+        is_slow: Whether another thread should poll while it runs: its last run was long, or
+            blocked.
         copies: Whether its result is copied before it is sent.
         owner: The name of the registered object whose method it is, or None.
     """
@@ -74,10 +75,9 @@ def is_name(name: object) -> bool:
 class Resolver:
     """Asks the program's ``resolve`` for functions. As safe from any thread as ``resolve`` is.
 
-    ``resolve`` is asked at every call, so a function that it stops returning cannot be called any
-    more. Functions and their objects are not kept. What was learned of a function, whether it is an
-    ``async def`` and whether it was slow, is kept with a weak reference to the function itself,
-    also for a bound method or a ``functools.partial``.
+    It is asked at every call, so a function that it stops returning cannot be called any more. What
+    was learned of a function is kept by a weak reference to the function itself, also for a bound
+    method or a ``functools.partial``.
     """
 
     def __init__(self, resolve: Resolve) -> None:
@@ -87,10 +87,7 @@ class Resolver:
         self._habits: WeakKeyDictionary[Any, Habits] = WeakKeyDictionary()
 
     def find(self, name: str) -> Function | None:
-        """Return the function of a name, or None; raises what ``resolve`` raises.
-
-        ``resolve`` is not asked for invalid names.
-        """
+        """Return the function of a valid name, or None; raises what ``resolve`` raises."""
         target = self._resolve(name) if is_name(name) else None
         if target is None:
             return None
@@ -156,9 +153,6 @@ class Registry:
     """The registered functions by name.
 
     Safe from any thread; readers take no lock, because the table is replaced and never changed.
-
-    Args:
-        resolver: Finds functions that are not registered.
 
     Attributes:
         functions: The table.
@@ -230,11 +224,7 @@ class Registry:
             }
 
     def remove(self, name: str) -> None:
-        """Unregister a function, or all methods of an object.
-
-        Raises:
-            FunctionNotFoundError: No function or object has that name.
-        """
+        """Unregister a function or all methods of an object; raises ``FunctionNotFoundError``."""
         with self._lock:
             left = {n: f for n, f in self.functions.items() if name not in (n, f.owner)}
             if len(left) == len(self.functions):
@@ -268,12 +258,9 @@ class Registry:
         )
 
     def check_timeout(self, name: str) -> None:
-        """Raise if the ``timeout=`` of a call may have been meant for the function.
+        """Raise ``ConfigurationError`` if ``timeout=`` may have been meant for the function.
 
         Only functions registered here are checked.
-
-        Raises:
-            ConfigurationError: The function has a parameter of that name.
         """
         function = self.functions.get(name)
         if function is not None and function.takes_timeout:
@@ -287,9 +274,8 @@ class Registry:
 def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
     """Return the public methods of an object, bound, by name.
 
-    These are the functions that its class or a base class defines in Python under a name without a
-    leading underscore: also static, class and ``async`` methods, and decorated ones. Properties,
-    instance attributes, methods of types written in C, and methods of classes do not count.
+    These are functions that its class or a base class defines in Python under a name without a
+    leading underscore, also static, class, ``async`` and decorated ones. A class itself has none.
     """
     if isinstance(thing, type):
         return {}

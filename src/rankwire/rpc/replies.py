@@ -134,11 +134,8 @@ class Replies:
     ) -> None:
         """Send a reply; this may wait for the caller.
 
-        Args:
-            call: The request.
-            message: The reply.
-            deadline: The call's; None for a reply that was kept.
-            hold: Whether it may be sent together with replies that follow at once.
+        The ``deadline`` of a reply that was kept is None. With ``hold``, it may be sent together
+        with replies that follow at once.
         """
         if deadline is None or (left := deadline.remaining()) < _PATIENCE:
             if deadline is not None and left <= 0.0:  # so has the caller's

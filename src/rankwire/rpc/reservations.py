@@ -109,7 +109,7 @@ class Reservations:
         """Have ``answer(True)`` called once there is space; return False if too many requests wait.
 
         It may be called at once, twice, or never if the caller gives up. ``answer(False)`` says
-        that this rank is closing. A second request for the same call is refused.
+        that this rank is closing.
         """
         key = (src, request_id)
         with self._lock:
@@ -190,11 +190,7 @@ class Reservations:
 
 
 def unpack_reservation(args: list[Any], max_nbytes: float) -> tuple[int, int]:
-    """Return the id and the size of the call for which space is requested.
-
-    Raises:
-        InvalidMessageError: The arguments are invalid, or the call is too large.
-    """
+    """Return the id and the size of a requested call; raises ``InvalidMessageError``."""
     match args:
         case [int(request_id), int(nbytes)] if (
             0 <= request_id < _MAX_ID and SMALL_NBYTES < nbytes <= max_nbytes

@@ -166,28 +166,33 @@ class Server:
         is_large = len(call.payload) > SMALL_NBYTES
         if function is not None and not (self._draining or request.chain or is_large):
             return ServedCall(self, call, request, function)
-        refusal: Message | None
-        if function is None and request.name == INQUIRY:
-            refusal = self._answer_question(request)
-        elif self._draining:
-            refusal = self.replies.closed(began=False)
-        elif function is None and request.name == RESERVE:
-            refusal = self._reserve(call, request)
-        elif function is None and (errand := self._registry.own.get(request.name)) is not None:
-            errand()
-            refusal = encode_result(self._codec, None)
-        else:
-            refusal = None
-            if function is None:
-                function, refusal = self._resolve(request.name)
-            if function is not None:
-                refusal = self._beyond_limits(call, request, is_large)
-                if refusal is None:
-                    return ServedCall(self, call, request, function)
+        refusal: Message | None = None
+        if function is None or self._draining:
+            function, refusal = self._answer_or_resolve(call, request, function)
+        if function is not None:
+            refusal = self._beyond_limits(call, request, is_large)
+            if refusal is None:
+                return ServedCall(self, call, request, function)
         self._release_space(call)
         if refusal is not None:
             self.replies.send_at_once(call, refusal)
         return None
+
+    def _answer_or_resolve(
+        self, call: IncomingCall, request: Request, function: Function | None
+    ) -> tuple[Function | None, Message | None]:
+        """Return the function of a name that is not registered, or what to reply at once."""
+        if function is None and request.name == INQUIRY:
+            return None, self._answer_inquiry(request)
+        if self._draining:
+            return None, self.replies.closed(began=False)
+        if request.name == RESERVE:
+            return None, self._reserve(call, request)
+        errand = self._registry.own.get(request.name)
+        if errand is not None:
+            errand()
+            return None, encode_result(self._codec, None)
+        return self._resolve(request.name)
 
     def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
         """Return the function of a name that is not registered, or the reply that there is none."""
@@ -277,7 +282,7 @@ class Server:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def _answer_question(self, request: Request) -> Message:
+    def _answer_inquiry(self, request: Request) -> Message:
         try:
             keys = unpack_keys(request.args)
         except InvalidMessageError as error:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
-from rankwire.errors import ChannelClosedError
+from rankwire.errors import ChannelClosedError, RankwireError
 
 STOP = "\0stop"  # no function can be registered by this name
 
@@ -73,21 +73,25 @@ class StopSignal:
         others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         failures = {rank: backend.failure_of(rank) for rank in others}
         failure = None if watched is None else failures.get(watched)
-        if failure is not None and not isinstance(failure, ChannelClosedError):
-            raise failure.copy()
         if failure is not None:
-            return True
+            if isinstance(failure, ChannelClosedError):
+                return True
+            raise failure.copy()
         if not others or None in failures.values():
             self._alone = None
             return False
-        lost = [each for each in failures.values() if not isinstance(each, ChannelClosedError)]
+        return self._all_have_left([each for each in failures.values() if each is not None])
+
+    def _all_have_left(self, failures: Iterable[RankwireError]) -> bool:
+        """Return True if all others left in good order; raise if one is lost and none returns."""
+        backend = self._backend
+        lost = [each for each in failures if not isinstance(each, ChannelClosedError)]
         if not lost:
-            return True  # all others have left in good order
+            return True
         # No rank is left to serve; but if a launcher restarts ranks, they may return.
         if self._alone is None:
             self._alone = Deadline(_RETURN_WITHIN if backend.ranks_return else 0.0, backend.clock)
         if self._alone.expired:
-            assert lost[0] is not None
             raise lost[0].copy()
         return False
 
