@@ -24,12 +24,7 @@ Operation = Callable[..., Any]
 
 
 class Devices:
-    """Run a group's operations on tensors of other devices.
-
-    Args:
-        group: The process group.
-        timeout: The timeout of backends that are created for other devices.
-    """
+    """Run a group's operations on tensors of other devices."""
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self._group = group

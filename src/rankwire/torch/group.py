@@ -60,10 +60,6 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
 
     Inside a world of rankwire it is a group of that world. Otherwise it is a world of its own,
     which its ranks form through the store.
-
-    Args:
-        options: torch's options: store, rank, size, members, timeout.
-        backend_options: Not used.
     """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     world = dist.group.WORLD if dist.is_initialized() else None

@@ -59,11 +59,7 @@ def seconds_of(limit: timedelta | None) -> float | None:
 
 
 class DoneWork(dist._Work):  # type: ignore[misc]
-    """The handle of an operation that has finished.
-
-    Args:
-        tensors: The result.
-    """
+    """The handle of an operation that has finished."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -101,12 +97,7 @@ class DoneWork(dist._Work):  # type: ignore[misc]
 
 
 class PendingWork(dist._Work):  # type: ignore[misc]
-    """The handle of an operation in the background.
-
-    Args:
-        work: rankwire's handle.
-        tensors: The result; kept alive until the operation ends.
-    """
+    """The handle of an operation in the background."""
 
     def __init__(self, work: Work[Any], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()

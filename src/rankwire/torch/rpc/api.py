@@ -83,11 +83,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 
 class AgentView:
-    """This process's agent, with the methods of torch's agent that programs and tests use.
-
-    Args:
-        session: The session that it describes.
-    """
+    """This process's agent, with the methods of torch's agent that programs and tests use."""
 
     is_static_group = True
 

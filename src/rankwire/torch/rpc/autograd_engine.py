@@ -42,13 +42,7 @@ _MOST_PASSES = 1024  # in progress in one context
 
 
 class Engine:
-    """Conducts passes, serves those of other ranks, and ends contexts. Safe from any thread.
-
-    Args:
-        agent: Makes and serves the calls.
-        contexts: The rank's.
-        time_limit: Returns the timeout of a pass in seconds, 0 for none.
-    """
+    """Conducts passes, serves those of other ranks, and ends contexts. Safe from any thread."""
 
     def __init__(
         self, agent: RpcAgent, contexts: Contexts, time_limit: Callable[[], float]

@@ -61,13 +61,7 @@ class Awaited(Function):  # type: ignore[misc]
 
 
 class LocalPass:
-    """This rank's part of one pass in one context.
-
-    Args:
-        context: The context.
-        deliver: Sends gradients to another rank.
-        roots: The roots, on the rank that conducts the pass.
-    """
+    """This rank's part of one pass in one context."""
 
     def __init__(self, context: Context, deliver: Deliver, roots: Sequence[Tensor] = ()) -> None:
         self._context = context

@@ -142,10 +142,7 @@ def sent(tensor: Tensor) -> int | None:
 def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
     """Note a tensor that was numbered by its sender, and return the tensor to hand out.
 
-    Args:
-        tensor: Requires no gradient, and has no other user.
-        number: The result of ``sent`` at the sender.
-        receiving: The message that it came in.
+    It must not require a gradient or have another user.
     """
     # No output of a node may be a view; a tensor from the codec may be one.
     kept = tensor.data if tensor._is_view() else tensor
@@ -154,12 +151,7 @@ def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
 
 
 class Tracking:
-    """Encodes, decodes and serves calls in contexts.
-
-    Args:
-        contexts: The rank's.
-        run: Serves a call: ``run(name, args, kwargs)`` returns its result, or a future of it.
-    """
+    """Encodes, decodes and serves calls in contexts."""
 
     def __init__(self, contexts: Contexts, run: Callable[[str, Any, Any], Any]) -> None:
         self._contexts = contexts

@@ -67,11 +67,6 @@ _KEYWORDS = frozenset(
 def tensors_in(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> list[torch.Tensor]:
     """Return the tensors among the arguments.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        sparse: Whether tensors in coordinate format are accepted, too.
-
     Raises:
         TypeError: An argument or a keyword is not accepted.
     """

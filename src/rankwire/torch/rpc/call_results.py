@@ -52,14 +52,7 @@ def _builtin_errors() -> dict[str, type[Exception]]:
 
 
 def translated(error: Exception, session: Session, rank: int, limit: float) -> Exception:
-    """Return the error that a torch program gets in place of rankwire's.
-
-    Args:
-        error: The error of a call.
-        session: Knows the workers and the naming rule.
-        rank: The callee.
-        limit: The call's timeout in seconds.
-    """
+    """Return the error that a torch program gets in place of rankwire's."""
     if isinstance(error, RemoteError):
         made = _remade(error, session, rank)
     elif isinstance(error, DeadlineExceededError):
@@ -109,17 +102,7 @@ def _class_of(name: str, rule: NamingRule) -> type[Exception] | None:
 
 
 class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
-    """The result of ``rpc_async``. Safe from any thread.
-
-    Args:
-        session: Translates errors.
-        call: The future of the call.
-        rank: The callee.
-        limit: The call's timeout in seconds.
-
-    Attributes:
-        call: As given.
-    """
+    """The result of ``rpc_async``. Safe from any thread."""
 
     def __init__(self, session: Session, call: RpcFuture[Any], rank: int, limit: float) -> None:
         super().__init__()

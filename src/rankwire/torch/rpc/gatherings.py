@@ -37,11 +37,7 @@ class _Gathering:
 
 
 class Gatherings:
-    """The gatherings that this worker takes part in or leads. Safe from any thread.
-
-    Args:
-        session: Knows the workers.
-    """
+    """The gatherings that this worker takes part in or leads. Safe from any thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -261,6 +261,10 @@ def wait_for_all(session: Session, timeout: float) -> None:
                 deadline.clock.sleep(min(_LOOK_EVERY, deadline.sleep_limit()))
     except RankwireError as error:
         raise RuntimeError(f"not all workers came to shutdown: {error}") from error
+    _log_lost_workers(session)
+
+
+def _log_lost_workers(session: Session) -> None:
     for worker in session.workers:
         failure = session.backend.failure_of(worker.id) if worker != session.me else None
         if isinstance(failure, PeerLostError):
@@ -272,10 +276,6 @@ class _Farewell:
 
     While all ranks are there, this is a collective. When a rank is lost, all collectives of the
     world fail; then each rank reports to the lowest remaining one, which distributes all reports.
-
-    Args:
-        backend: The session's world.
-        deadline: For the whole exchange.
     """
 
     def __init__(self, backend: Backend, deadline: Deadline) -> None:

@@ -116,13 +116,6 @@ class NamingRule:
         self._known[name] = known
         return known.target
 
-    def find_class(self, name: str) -> type:
-        """Return the class that a name means, or raise ``NameRefusedError``."""
-        found = self.find(name)
-        if not isinstance(found, type):
-            raise NameRefusedError(f"{name!r} is not a class")
-        return found
-
     def allows_methods_of(self, cls: type) -> bool:
         """Tell whether methods that a class defines may be called on shared objects."""
         if is_exposed(cls) or self.anything:
@@ -206,12 +199,14 @@ class NamingRule:
             return
         if self.is_strict:
             raise self._refusal(name, 'it is not exposed, and allow="decorated"', module_name)
-        places = {module_name, _canonical(_own(plain, "__module__"))}
-        for module in sorted(place for place in places if place is not None):
-            if not self._is_open(module):
-                raise self._refusal(name, f"module {module!r} is not one of the program's", module)
+        self._check_modules(name, module_name, _canonical(_own(plain, "__module__")))
         if isinstance(target, type):
             self._check_constructor(name, target)
+
+    def _check_modules(self, name: str, *modules: str | None) -> None:
+        for module in sorted({each for each in modules if each is not None}):
+            if not self._is_open(module):
+                raise self._refusal(name, f"module {module!r} is not one of the program's", module)
 
     def _check_constructor(self, name: str, cls: type) -> None:
         """Check that creating an object of a class runs no constructor of a library."""

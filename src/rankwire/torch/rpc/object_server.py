@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 
 class ObjectServer:
-    """Serves the requests of other ranks' handles. Every method is safe from any thread.
-
-    Args:
-        session: The session that owns the objects.
-    """
+    """Serves the requests of other ranks' handles. Every method is safe from any thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

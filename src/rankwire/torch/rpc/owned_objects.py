@@ -129,15 +129,19 @@ def _settle(waiter: Future[Any], owned: OwnedObject) -> None:
             waiter.set_result(owned.value)
 
 
+def _release_all(owned: OwnedObject, rank: int) -> None:
+    """Release what a lost rank held, and expect no more updates of it."""
+    for giver, holder in list(owned.held):
+        if holder == rank or (giver == rank and owned.held[giver, holder] < 0):
+            del owned.held[giver, holder]
+    owned.returning.pop(rank, None)
+
+
 _Place = tuple[int, int]
 
 
 class OwnedObjects:
-    """The objects of this rank that others hold. Every method is safe from any thread.
-
-    Args:
-        rank: This rank.
-    """
+    """The objects of this rank that others hold. Every method is safe from any thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -231,10 +235,7 @@ class OwnedObjects:
         with self._lock:
             self._lost[rank] = error
             for owned in [*self._objects.values(), *self._expected.values()]:
-                for giver, holder in list(owned.held):
-                    if holder == rank or (giver == rank and owned.held[giver, holder] < 0):
-                        del owned.held[giver, holder]
-                owned.returning.pop(rank, None)
+                _release_all(owned, rank)
                 self._tidy(owned)
             waiting = [*self._expected.values(), *self._own.values()]
             unmade = [each for each in waiting if each.is_expected and each.id.creator == rank]

@@ -29,11 +29,7 @@ _FEW_ASIDE = 64  # above this, calls that have ended are dropped now and then
 
 
 class ReplyWatcher:
-    """Watches futures of calls. Every method is safe from any thread.
-
-    Args:
-        clock: The clock to wait by.
-    """
+    """Watches futures of calls. Every method is safe from any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

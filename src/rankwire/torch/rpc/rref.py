@@ -80,15 +80,7 @@ class RRef(Generic[T]):
         owned: OwnedObject | None = None,
         giver: int | None = None,
     ) -> RRef[Any]:
-        """Return a handle; without the object, one that the owner has counted for this rank.
-
-        Args:
-            session: This process's.
-            owner: The rank that has the object.
-            id: The object's.
-            owned: The object, on its owner.
-            giver: The rank that gave it to this one; the owner if not given.
-        """
+        """Return a handle; without the object, one that the owner has counted for this rank."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._set_up(session, owner, id, owned)
         if owned is None:
@@ -134,7 +126,7 @@ class RRef(Generic[T]):
                 f"For UserRRef(rref_id={_unique(self._id)}, fork_id={_unique(self._fork)}), can't "
                 f"call localValue() on user {self._session.me}. Call it on owner {self.owner()}"
             )
-        return self._wait_here(self._session.limit(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
+        return _wait_here(self, self._session.limit(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Return a copy of the object, or on the owner the object itself.
@@ -145,47 +137,14 @@ class RRef(Generic[T]):
         session = self._usable("Cannot call to_here() on it after deletion.")
         limit = session.limit(timeout)
         if self._owned is not None:
-            return self._wait_here(limit)  # type: ignore[no-any-return]
+            return _wait_here(self, limit)  # type: ignore[no-any-return]
         if self._creation is not None:
-            self._raise_if_not_made()
+            _raise_if_not_made(self)
         try:
             return session.call(self._owner, FETCH, self._id, {}, limit)  # type: ignore[no-any-return]
         except RankwireError as error:
-            self._raise_if_not_made()  # its error says more, if it is known by now
+            _raise_if_not_made(self)  # its error says more, if it is known by now
             raise translated(error, session, self._owner, limit) from error
-
-    def _wait_here(self, limit: float) -> Any:
-        owned = self._owned
-        assert owned is not None
-        if owned.is_ready:
-            return owned.get()
-        ready = owned.when_ready()
-        done = threading.Event()
-        ready.add_done_callback(lambda _: done.set())
-        deadline = Deadline(limit, self._session.backend.clock)
-        if not deadline.clock.wait(done, deadline.sleep_limit()):
-            late = DeadlineExceededError(limit, waiting_for=[self._owner])
-            raise translated(late, self._session, self._owner, limit) from late
-        return owned.get()
-
-    def _why_not_made(self) -> Exception | None:
-        creation = self._creation
-        error = creation.exception() if creation is not None and creation.done() else None
-        if not isinstance(error, Exception):
-            return None
-        why: Exception = RuntimeError(
-            "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the "
-            "owner node does not exist."
-        )
-        if not isinstance(error, DeadlineExceededError):
-            why = translated(error, self._session, self._owner, self._creation_limit)
-        why.__cause__ = error
-        return why
-
-    def _raise_if_not_made(self) -> None:
-        why = self._why_not_made()
-        if why is not None:
-            raise why
 
     def _usable(self, otherwise: str) -> Session:
         session = self._session
@@ -264,6 +223,42 @@ class RRef(Generic[T]):
     __repr__ = __str__
 
 
+def _wait_here(rref: RRef[Any], limit: float) -> Any:
+    owned = rref._owned
+    assert owned is not None
+    if owned.is_ready:
+        return owned.get()
+    ready = owned.when_ready()
+    done = threading.Event()
+    ready.add_done_callback(lambda _: done.set())
+    deadline = Deadline(limit, rref._session.backend.clock)
+    if not deadline.clock.wait(done, deadline.sleep_limit()):
+        late = DeadlineExceededError(limit, waiting_for=[rref._owner])
+        raise translated(late, rref._session, rref._owner, limit) from late
+    return owned.get()
+
+
+def _why_not_made(rref: RRef[Any]) -> Exception | None:
+    creation = rref._creation
+    error = creation.exception() if creation is not None and creation.done() else None
+    if not isinstance(error, Exception):
+        return None
+    why: Exception = RuntimeError(
+        "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the "
+        "owner node does not exist."
+    )
+    if not isinstance(error, DeadlineExceededError):
+        why = translated(error, rref._session, rref._owner, rref._creation_limit)
+    why.__cause__ = error
+    return why
+
+
+def _raise_if_not_made(rref: RRef[Any]) -> None:
+    why = _why_not_made(rref)
+    if why is not None:
+        raise why
+
+
 def remote(
     to: Any,
     func: Callable[..., Any],
@@ -325,13 +320,7 @@ def _make(
 
 
 class MethodProxy:
-    """The methods of an object, called in one of three ways.
-
-    Args:
-        rref: The object's handle.
-        how: Calls a method by name.
-        timeout: torch's ``timeout`` argument.
-    """
+    """The methods of an object, called in one of three ways."""
 
     __slots__ = ("_how", "_rref", "_timeout")
 
@@ -348,11 +337,11 @@ def _call_method(rref: RRef[Any], timeout: float, method: str, /, *args: Any, **
     session = rref._usable("Cannot call its methods after deletion.")
     limit = session.limit(timeout)
     if rref._creation is not None:
-        rref._raise_if_not_made()
+        _raise_if_not_made(rref)
     try:
         return session.call(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
     except RankwireError as error:
-        rref._raise_if_not_made()  # its error says more, if it is known by now
+        _raise_if_not_made(rref)  # its error says more, if it is known by now
         raise translated(error, session, rref._owner, limit) from error
 
 
@@ -361,7 +350,7 @@ def _start_method(
 ) -> torch.futures.Future[Any]:
     session = rref._usable("Cannot call its methods after deletion.")
     limit = session.limit(timeout)
-    why_not = rref._why_not_made()
+    why_not = _why_not_made(rref)
     if why_not is not None:
         failed: torch.futures.Future[Any] = torch.futures.Future()
         failed.set_exception(why_not)
