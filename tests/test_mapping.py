@@ -81,6 +81,7 @@ SHOWN_IN = {
     "observe/status": "conformance/test_conformance.py",
     "rendezvous/membership": "backends/test_control_plane.py",
     "rendezvous/reachability": "rendezvous/test_formation.py",
+    "collectives/operation": "collectives/test_sequence.py",
     "backends/mesh": "backends/test_tcp_backend.py",
     "mesh/ports": "mesh/test_call_port.py",
     "mesh/dialing": "backends/test_tcp_backend.py",

@@ -356,7 +356,7 @@ def test_whoever_says_that_an_operation_failed_which_went_well_here_ends_the_nex
         for run in [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in world]:
             error = run.error()
             assert isinstance(error, RankwireError)
-            assert "it went wrong (number 0 of this group, which had gone well on" in str(error)
+            assert "it went wrong (number 0 of this group, which had succeeded on" in str(error)
             assert run.seconds < SOON
         all_reduce_everywhere(world)
 
@@ -676,7 +676,7 @@ def check_told(world, late) -> None:
     for run in [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in world]:
         error = run.error()
         assert isinstance(error, CollectiveAbortedError), repr(error)
-        assert f"which had gone well on rank {late.rank}" in str(error)
+        assert f"which had succeeded on rank {late.rank}" in str(error)
     assert time.monotonic() - begin < SOON
 
 
@@ -971,7 +971,7 @@ def test_a_rank_that_failed_first_blames_no_other_for_what_it_leaves_undone(monk
         monkeypatch.setattr(backend.roll, "report", reports.append)
         first, second, third = (begun(backend) for _ in range(3))
         first.give_up(KeyboardInterrupt())
-        heard = "barrier(): KeyboardInterrupt() (number 0 of this group, which had gone well on 2)"
+        heard = "barrier(): KeyboardInterrupt() (number 0 of this group, which had succeeded on 2)"
         second.give_up(CollectiveAbortedError(2, heard))
         backend.close()
         assert isinstance(third.give_up(ChannelClosedError("closed")), ChannelClosedError)

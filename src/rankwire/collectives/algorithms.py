@@ -43,7 +43,7 @@ def split(array: Array, parts: int) -> list[Array]:
     return [array[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
-def padded(array: Array, count: int) -> Array:
+def pad(array: Array, count: int) -> Array:
     """Return the array extended to ``count`` elements with zeros; itself if it has as many."""
     if array.size == count:
         return array

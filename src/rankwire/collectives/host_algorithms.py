@@ -50,7 +50,7 @@ def all_reduce(
             all_reduce(hosts.across(x), results[0], results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
-        _show(inside, slots)
+        _publish_and_meet(inside, slots)
         out[start:stop] = results[0]
 
 
@@ -65,7 +65,7 @@ def reduce(
     meet: Meet,
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` of the root, through one rank per host."""
-    inside, across, host, place = _towards(x, hosts, root)
+    inside, across, host, place = _lead_to(x, hosts, root)
     total = None if across is None else np.empty_like(source)
     reduce(inside, source, total, place, r.of_parts)
     if across is not None:
@@ -81,7 +81,7 @@ def broadcast(
     x: Exchange, hosts: Hosts, array: Array, root: int, broadcast: Broadcast, meet: Meet
 ) -> None:
     """Copy the root's array to all ranks, through one rank per host."""
-    inside, across, host, place = _towards(x, hosts, root)
+    inside, across, host, place = _lead_to(x, hosts, root)
     meet(inside)
     if across is not None:
         broadcast(across, array, host)
@@ -97,7 +97,7 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
         mine = own[start:stop]
         rows = slots.begin(inside, own.dtype, stop - start)
         rows[inside.rank][: mine.size] = mine
-        _show(inside, slots)
+        _publish_and_meet(inside, slots)
         results = slots.begin(inside, own.dtype, sum(piece.size for piece in pieces))
         by_host = [[pieces[rank].size for rank in group] for group in hosts.groups]
         if hosts.place == 0:
@@ -106,7 +106,7 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
             np.concatenate([row[:size] for row, size in ours], out=whole[hosts.here])
             algorithms.all_gather_directly(hosts.across(x), whole[hosts.here], whole)
             x.settle()
-        _show(inside, slots)
+        _publish_and_meet(inside, slots)
         found = _cut(results[0], list(chain(*by_host)))
         for rank, piece in zip(chain(*hosts.groups), found, strict=True):
             pieces[rank][...] = piece
@@ -123,16 +123,16 @@ def reduce_scatter(
         sizes = [piece.size for piece in pieces]
         rows = slots.begin(inside, out.dtype, sum(sizes))
         np.concatenate(pieces, out=rows[hosts.place])
-        _show(inside, slots)
+        _publish_and_meet(inside, slots)
         ours = [sizes[rank] for rank in hosts.groups[hosts.here]]
         results = slots.begin(inside, out.dtype, sum(ours))
         if hosts.place == 0:
             cut = [_cut(row, sizes) for row in rows]
-            by_host = [_folded(cut, group, r.of_parts) for group in hosts.groups]
+            by_host = [_fold_parts(cut, group, r.of_parts) for group in hosts.groups]
             algorithms.reduce_scatter_directly(hosts.across(x), by_host, results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
-        _show(inside, slots)
+        _publish_and_meet(inside, slots)
         out[start:stop] = _cut(results[0], ours)[hosts.place]
 
 
@@ -164,7 +164,7 @@ def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytea
     slots.publish(inside, nbytes)
     slots.meet(inside)
     total = slots.sizes(inside)[0]
-    return _taken_apart(results[0][:total], hosts, x.size) if total else None
+    return _split_by_rank(results[0][:total], hosts, x.size) if total else None
 
 
 def _all_sizes(across: SubExchange, hosts: Hosts, sizes: list[int]) -> Array:
@@ -178,7 +178,7 @@ def _all_sizes(across: SubExchange, hosts: Hosts, sizes: list[int]) -> Array:
     return table
 
 
-def _taken_apart(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
+def _split_by_rank(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
     """Return the bytes of each rank that ``spread`` has put into a slot."""
     sizes = whole[: 8 * size].view(np.int64).tolist()
     ranks = [rank for group in hosts.groups for rank in group]
@@ -198,7 +198,7 @@ def _slots(hosts: Hosts) -> SharedSlots:
     return hosts.slots
 
 
-def _towards(
+def _lead_to(
     x: Exchange, hosts: Hosts, root: int
 ) -> tuple[SubExchange, SubExchange | None, int, int]:
     """Return the exchanges of an operation with a root, which leads its host.
@@ -212,7 +212,7 @@ def _towards(
     return hosts.inside(x), across, leaders.index(root), place
 
 
-def _show(inside: SubExchange, slots: SharedSlots) -> None:
+def _publish_and_meet(inside: SubExchange, slots: SharedSlots) -> None:
     """Publish this rank's slot to the other ranks of this host, and wait for theirs."""
     slots.publish(inside, 0)
     slots.meet(inside)
@@ -229,7 +229,7 @@ def _cut(array: Array, counts: list[int]) -> list[Array]:
     return [array[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def _folded(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
+def _fold_parts(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
     """Return the parts of some ranks, reduced over all rows and joined."""
     counts = [rows[0][rank].size for rank in ranks]
     total = np.empty(sum(counts), r.dtype)

@@ -45,7 +45,7 @@ def all_gather_object(
         async_op: Return a ``Work`` at once.
         timeout: Seconds for the whole operation; None is the backend's default.
     """
-    codec = _checked(backend, codec)
+    codec = _check_codec(backend, codec)
     message = codec.encode(value)
 
     def run(x: Exchange) -> list[Any]:
@@ -53,7 +53,7 @@ def all_gather_object(
         if payloads is None:
             for dst in x.others:
                 x.send_buffers(dst, _STEP, *message)
-        return _received_from_all(x, codec, value, payloads)
+        return _receive_all(x, codec, value, payloads)
 
     return "all_gather_object()", run, async_op, timeout
 
@@ -70,13 +70,13 @@ def gather_object(
 ) -> Any:
     """Return the list of all ranks' values at the root, and None elsewhere."""
     root = check_rank(root, backend.world_size)
-    codec = _checked(backend, codec)
+    codec = _check_codec(backend, codec)
     message = codec.encode(value, peer=root)
 
     def run(x: Exchange) -> list[Any] | None:
         payloads = selection.spread(x, message)
         if x.rank == root:
-            return _received_from_all(x, codec, value, payloads)
+            return _receive_all(x, codec, value, payloads)
         if payloads is None:
             x.send_buffers(root, _STEP, *message)
         return None
@@ -96,13 +96,13 @@ def broadcast_object(
 ) -> Any:
     """Return the root's value on all ranks; the values of other ranks are ignored."""
     root = check_rank(root, backend.world_size)
-    codec = _checked(backend, codec)
+    codec = _check_codec(backend, codec)
     message: Message = codec.encode(value) if backend.rank == root else ([], 0)
 
     def run(x: Exchange) -> Any:
         payloads = selection.spread(x, message)
         if x.rank != root:
-            return _received(x, codec, root, payloads)
+            return _receive_value(x, codec, root, payloads)
         if payloads is None:
             for dst in x.others:
                 x.send_buffers(dst, _STEP, *message)
@@ -123,13 +123,13 @@ def scatter_object(
 ) -> Any:
     """Return this rank's item of the root's list."""
     root = check_rank(root, backend.world_size)
-    codec = _checked(backend, codec)
-    encoded = _encoded(backend, codec, values) if backend.rank == root else []
+    codec = _check_codec(backend, codec)
+    encoded = _encode_all(backend, codec, values) if backend.rank == root else []
 
     def run(x: Exchange) -> Any:
         payloads = selection.distribute(x, encoded)
         if x.rank != root:
-            return _received(x, codec, root, payloads)
+            return _receive_value(x, codec, root, payloads)
         assert values is not None
         if payloads is None:
             for dst in x.others:
@@ -149,35 +149,35 @@ def all_to_all_object(
     timeout: float | None = None,
 ) -> Any:
     """Send item i to rank i, and return the list of what all ranks sent to this one."""
-    codec = _checked(backend, codec)
-    encoded = _encoded(backend, codec, values)
+    codec = _check_codec(backend, codec)
+    encoded = _encode_all(backend, codec, values)
 
     def run(x: Exchange) -> list[Any]:
         payloads = selection.distribute(x, encoded)
         if payloads is None:
             for dst in x.others:
                 x.send_buffers(dst, _STEP, *encoded[dst])
-        return _received_from_all(x, codec, values[x.rank], payloads)
+        return _receive_all(x, codec, values[x.rank], payloads)
 
     return "all_to_all_object()", run, async_op, timeout
 
 
-def _received(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
+def _receive_value(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
     """Return the value of a rank, from its payload if that is here, else from its message."""
     payload = whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src]
     return codec.decode(payload, peer=src)
 
 
-def _received_from_all(
+def _receive_all(
     x: Exchange, codec: Codec, own: Any, payloads: list[bytearray] | None
 ) -> list[Any]:
     values = [own] * x.size
     for src in reversed(x.others):
-        values[src] = _received(x, codec, src, payloads)
+        values[src] = _receive_value(x, codec, src, payloads)
     return values
 
 
-def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> list[Message]:
+def _encode_all(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> list[Message]:
     count = backend.world_size
     if values is None or len(values) != count:
         given = "none" if values is None else len(values)
@@ -194,7 +194,7 @@ def _encoded(backend: Backend, codec: Codec, values: Sequence[Any] | None) -> li
     return encoded
 
 
-def _checked(backend: Backend, codec: Codec | None) -> Codec:
+def _check_codec(backend: Backend, codec: Codec | None) -> Codec:
     if codec is None:
         return _plain
     check_pickle(backend, codec.allows_pickle)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from rankwire.collectives.exchange import LOOK_EVERY, Exchange
+from rankwire.collectives.failure_reports import failure_notice
 from rankwire.collectives.fingerprints import tag_of
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -30,13 +31,8 @@ from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.notices import Notice
 
 if TYPE_CHECKING:
-    from rankwire.backends.base import Backend
     from rankwire.collectives.sequence import OperationSequence
 
-
-from rankwire.errors import (
-    CollectiveMismatchError,
-)
 
 T = TypeVar("T")
 Run = Callable[[Exchange], T]
@@ -293,60 +289,3 @@ class Operation(Exchange):
             if missing is not None or not self._has_asked or patience.expired:
                 return missing
             patience.clock.sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
-
-
-def root_of(backend: Backend, peer: int | None) -> int | None:
-    """Return the world rank whose failure made a peer fail. Do not hold a sequence's lock."""
-    if peer is None or peer == backend.rank or not 0 <= peer < backend.world_size:
-        return None
-    known = backend.failure_of(peer)
-    if known is not None and known.root is not None:
-        return known.root
-    return backend.world_rank_of(peer)
-
-
-def error_of(
-    notice: Notice, sender: int, rank: int = -1, *, is_news: bool = False
-) -> RankwireError:
-    """Return the error to raise because an operation has failed on another rank.
-
-    ``is_news`` says that the operation had succeeded on ``rank``.
-    """
-    peer = sender if notice.culprit == rank else notice.culprit
-    text = notice.text
-    if is_news:
-        text += f" (number {notice.sequence} of this group, which had gone well on rank {rank})"
-    if notice.state == "mismatch":
-        return CollectiveMismatchError(text).during(peer=peer)
-    if notice.state == "lost" and notice.culprit == rank:
-        return PeerLostError(sender, f"it has lost this rank: {text}")
-    if notice.state == "lost":
-        return PeerLostError(peer, f"{text} (rank {sender} says)")
-    said = "" if sender == peer else f" (rank {sender} says)"
-    if notice.state == "left" and notice.culprit != rank:
-        return ChannelClosedError(f"{text}{said}").during(peer=peer)
-    if notice.state == "failed" and notice.culprit not in (
-        sender,
-        -1,
-    ):  # it was told
-        return CollectiveAbortedError(peer, f"{text}{said}")
-    reason = f"{notice.description}: {text}"
-    return CollectiveAbortedError(sender, reason, waiting_for=notice.missing)
-
-
-def failure_notice(
-    waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
-) -> Notice:
-    """Return the notice of a failure, made from the one that a rank sends while it waits."""
-    state, culprit = "refused" if refused else "failed", rank
-    text = error.message if isinstance(error, RankwireError) else repr(error)
-    if isinstance(error, CollectiveMismatchError):
-        state, culprit = "mismatch", rank if error.peer is None else error.peer
-    elif isinstance(error, PeerLostError) and error.peer is not None:
-        state, culprit, text = "lost", error.peer, error.reason
-    elif isinstance(error, ChannelClosedError) and error.peer is not None:
-        state, culprit = "left", error.peer
-    elif isinstance(error, CollectiveAbortedError) and error.peer >= 0:
-        culprit, text = error.peer, error.reason
-    missing = tuple(error.waiting_for) if isinstance(error, DeadlineExceededError) else ()
-    return replace(waiting, state=state, text=text, culprit=culprit, missing=missing, before=())

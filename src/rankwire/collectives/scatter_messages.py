@@ -81,7 +81,7 @@ def unpack_part(payload: Payload, out: Operand | None) -> Any:
 
 def _unpack_part(payload: Payload, out: Operand | None) -> Any:
     part, start = _unpack_head(payload)
-    target = _new(part, len(payload) - start) if out is None else out
+    target = _allocate(part, len(payload) - start) if out is None else out
     is_array = isinstance(target.value, np.ndarray)
     dtype = target.array.dtype.str if is_array else target.dtype_name
     if ScatteredPart(not is_array, dtype, target.shape) != part:
@@ -116,7 +116,7 @@ def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
     return part, end + -end % _ALIGNMENT
 
 
-def _new(part: ScatteredPart, nbytes: int) -> Operand:
+def _allocate(part: ScatteredPart, nbytes: int) -> Operand:
     """Return new memory for what a message describes, if it has ``nbytes`` of elements."""
     try:
         if part.is_tensor:

@@ -105,7 +105,7 @@ def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
     elif x.hosts is not None and _passes(x, x.hosts, x.size * most):
         host_algorithms.all_gather(x, x.hosts, own, parts)
     elif x.size * most <= GATHER_UP_TO:
-        rows = algorithms.all_gather_by_doubling(x, algorithms.padded(own, longest))
+        rows = algorithms.all_gather_by_doubling(x, algorithms.pad(own, longest))
         for part, row in zip(parts, rows, strict=True):
             part[...] = row[: part.size]
     else:

@@ -23,13 +23,11 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
-from msgspec.structs import replace
-
 from rankwire.backends.base import Backend
 from rankwire.collectives.background import Background, Task
 from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.fingerprints import tag_of
-from rankwire.collectives.operation import Operation, error_of, root_of
+from rankwire.collectives.failure_reports import FailureReports
+from rankwire.collectives.operation import Operation
 from rankwire.collectives.slots import SlotAgreement
 from rankwire.collectives.work import Work
 from rankwire.deadline import Deadline
@@ -42,8 +40,7 @@ from rankwire.errors import (
 )
 from rankwire.fork import renew_in_child
 from rankwire.observe.stacks import show_as
-from rankwire.wire.frames import Channel
-from rankwire.wire.notices import MOST_BEFORE, Notice
+from rankwire.wire.notices import MOST_BEFORE
 
 P = ParamSpec("P")
 
@@ -52,51 +49,29 @@ P = ParamSpec("P")
 Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
 
 _OF_ANOTHER_RANK = (PeerLostError, ChannelClosedError, CollectiveAbortedError)
-_MOST_FAILURES = 1024  # reports kept of failures in operations to come
-_MOST_OVER = 64  # failed operations whose tags are kept
 
 
-class OperationSequence:
+class OperationSequence(FailureReports):
     """The collectives of one backend, on one rank. Safe from any thread.
 
     Attributes:
-        backend: The group.
-        others: All ranks of the group but this one.
-        epoch: The number after the last operation that failed here.
-        turn: The number of the operation that may run.
         agreement: The memory that the ranks share. Only for the operation that has its turn.
         running: The operation that has its turn, while it runs.
-        failures: The first report of each recent failure on another rank, by the operation's
-            number.
         before: Number and description of the last operations that succeeded here.
         explained: Ranks that have left or died, and whose reasons this rank has waited for.
-
-    Size: what a rank knows of its group's operations is guarded by one lock.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._roll = backend.roll
-        world_ranks = [backend.world_rank_of(rank) for rank in range(backend.world_size)]
-        self._ranks = {world_rank: rank for rank, world_rank in enumerate(world_ranks)}
-        self._members = backend.roll_members
-        self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
-        self.epoch = 0
-        self.turn = 0
+        super().__init__(backend)
         self.agreement = SlotAgreement(backend)
-        self._lock = threading.Lock()
         self._next = 0  # the number of the next operation to begin
         self.running: Operation | None = None
         self._turn_changed = threading.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that ended before their turn
-        self.failures: dict[int, Notice] = {}
         # Since the last success; and the number after the operations queued behind it.
         self._first_failure: tuple[RankwireError | None, int] | None = None
         self.explained: set[int | None] = set()
         self.before: deque[tuple[int, str]] = deque(maxlen=MOST_BEFORE)
-        self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # number, ranks
-        self._others_tags: dict[int, set[int]] = {}  # of operations that have not failed here
-        self._over: set[int] = set()  # operations that have failed here
         self._background = Background(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
@@ -196,7 +171,7 @@ class OperationSequence:
                 self.turn += 1
                 self._ended.discard(self.turn - 1)
             if self.failures:
-                self._forget()
+                self.forget_settled()
             if self.turn != self._next:  # or no operation waits for its turn
                 self._turn_changed.notify_all()
 
@@ -216,84 +191,6 @@ class OperationSequence:
                 self._turn_changed, lambda: self.turn == sequence, deadline.sleep_limit()
             )
 
-    # -- what the coordinator tells ----------------------------------------------------------------
-
-    def report(self, notice: Notice) -> None:
-        """Report to the coordinator that an operation waits, or has failed."""
-        self._roll.report(replace(notice, members=self._members))
-
-    def hear(self) -> None:
-        """Process what the coordinator has told; raise if a rank of the group is lost."""
-        backend = self.backend
-        if backend.group in self._roll.untaken:
-            for notice in self._roll.take(backend.group):
-                self._take_in(notice)
-        for rank in backend.lost_ranks():
-            failure = backend.failure_of(rank)
-            if failure is not None and not isinstance(failure, ChannelClosedError):
-                raise failure.copy()  # a rank that has left may have done its part
-
-    @property
-    def has_news(self) -> bool:
-        """Whether an operation must process notices before it begins or ends."""
-        return bool(self._roll.untaken or self.failures)
-
-    def _take_in(self, notice: Notice) -> None:
-        number = notice.sequence
-        if notice.src not in self._ranks:
-            return  # it claims to be in this group
-        with self._lock:
-            if notice.is_failure:
-                self._keep(notice)
-                if len(self.failures) > _MOST_FAILURES:
-                    del self.failures[max(self.failures)]  # the furthest away
-            elif notice.state == "missing":
-                self._missing = number, notice.missing
-            tags = self._tags_of(notice)
-            if number not in self._over:
-                self._others_tags.setdefault(number, set()).update(tags)
-                while len(self._others_tags) > _MOST_OVER:
-                    del self._others_tags[min(self._others_tags)]
-                return
-        for tag in tags:
-            self.backend.refuse((self.backend.group, Channel.COLLECTIVE, tag))
-
-    def _tags_of(self, notice: Notice) -> set[int]:
-        """Return the tags under which other ranks send for an operation, as a notice tells."""
-        if notice.state in ("missing", "refused"):
-            return set()
-        descriptions = {notice.description, *notice.descriptions}
-        return {tag_of(text, notice.sequence, notice.epoch) for text in descriptions}
-
-    def tags_at(self, sequence: int) -> set[int]:
-        """Return the tags of others' messages for a failed operation; later ones are refused."""
-        with self._lock:
-            self._over.add(sequence)
-            while len(self._over) > _MOST_OVER:
-                self._over.remove(min(self._over))
-            return self._others_tags.pop(sequence, set())
-
-    def failure_of(self, sequence: int) -> RankwireError | None:
-        """Return why an operation cannot succeed, if another rank has reported it.
-
-        That rank has failed in this operation, or in an earlier one whose part this rank had
-        completed. Then the other ranks do not know yet that this one fails too.
-        """
-        error: RankwireError | None = None
-        with self._lock:
-            for number, notice in sorted(self.failures.items()):
-                is_news = self.epoch <= number < sequence and self.turn == sequence
-                if number == sequence or is_news:
-                    src = self._ranks[notice.src]
-                    error = error_of(notice, src, self.backend.rank, is_news=is_news)
-                    # A rank that refused its arguments does not know this one's tags.
-                    told = self.failures.get(sequence)
-                    error.is_reported = told is not None and told.state != "refused"
-                    break
-        if isinstance(error, PeerLostError | CollectiveAbortedError):
-            error.root = root_of(self.backend, error.peer)
-        return error
-
     def note_failure(self, sequence: int, error: BaseException) -> None:
         """Keep the first of several failures in a row, for the operations queued behind it."""
         if self._first_failure is None or sequence >= self._first_failure[1]:
@@ -307,37 +204,6 @@ class OperationSequence:
         """Return the failure of another rank behind which an operation was queued, if any."""
         first, end = self._first_failure or (None, 0)
         return first.copy() if first is not None and sequence < end else None
-
-    def _is_settled(self, sequence: int) -> bool:
-        """Whether an operation has ended here, and it or a later one has failed."""
-        return sequence < 0 or (sequence < self.epoch and sequence < self.turn)
-
-    def _forget(self) -> None:
-        for sequence in [number for number in self.failures if self._is_settled(number)]:
-            self._keep(self.failures.pop(sequence))
-
-    def _keep(self, notice: Notice) -> None:
-        """Keep the report of a failure until that operation is settled here."""
-        if not self._is_settled(notice.sequence):
-            self.failures.setdefault(notice.sequence, notice)
-        elif notice.state == "left" and self._ranks[notice.src] == notice.culprit:
-            # The rank has left the world: all operations after that one fail as well.
-            self.failures[self.turn] = replace(notice, sequence=self.turn)
-
-    def missing_at(self, sequence: int) -> list[int] | None:
-        """Return the ranks that have not reached an operation, if the coordinator has told."""
-        with self._lock:
-            number, ranks = self._missing
-        return None if number != sequence else [rank for rank in ranks if rank in self.others]
-
-    @property
-    def keeper(self) -> int | None:
-        """The rank of this group that coordinates the world, if it is in this group."""
-        return self._ranks.get(self._roll.keeper) if self._roll.is_kept else None
-
-    def has_heard_last_of(self, rank: int) -> bool:
-        """Whether the coordinator has passed on all reports of a rank that has left or died."""
-        return self._roll.has_heard_last_of(self.backend.world_rank_of(rank))
 
 
 _making = threading.Lock()

@@ -75,14 +75,14 @@ class SlotAgreement:
                 raise failure.copy()
         inside = hosts.inside(x)
         if inside.rank == 0:
-            segment, nbytes = _offered(inside, hosts.across(x), self._backend)
+            segment, nbytes = _offer_segment(inside, hosts.across(x), self._backend)
         else:
-            segment, nbytes = _opened(inside, self._backend)
+            segment, nbytes = _open_segment(inside, self._backend)
         if segment is not None and nbytes:
             hosts.slots, hosts.slot_nbytes = SharedSlots(segment), nbytes
 
 
-def _offered(
+def _offer_segment(
     inside: Exchange, leaders: Exchange, backend: Backend
 ) -> tuple[SharedSegment | None, int]:
     """Create a segment and let the other ranks of this host open it.
@@ -95,11 +95,11 @@ def _offered(
         for dst in inside.others:
             inside.send_buffers(dst, _OFFER, (offer,), len(offer))
         if segment is None:
-            _least_of_all(leaders, 0)
+            _find_least(leaders, 0)
             return None, 0
         votes = [whole_of(inside.receive(src, _OPENED, len(_YES))) for src in inside.others]
         can_all = all(vote == _YES for vote in votes)
-        nbytes = _least_of_all(leaders, segment.slot_nbytes if can_all else 0)
+        nbytes = _find_least(leaders, segment.slot_nbytes if can_all else 0)
         verdict = nbytes.to_bytes(_NUMBER_NBYTES, "little")
         for dst in inside.others:
             inside.send_buffers(dst, _VERDICT, (verdict,), len(verdict))
@@ -109,7 +109,7 @@ def _offered(
             segment.keep_private()
 
 
-def _least_of_all(leaders: Exchange, number: int) -> int:
+def _find_least(leaders: Exchange, number: int) -> int:
     ours = number.to_bytes(_NUMBER_NBYTES, "little")
     for dst in leaders.others:
         leaders.send_buffers(dst, _FITS, (ours,), len(ours))
@@ -117,8 +117,8 @@ def _least_of_all(leaders: Exchange, number: int) -> int:
     return min([number, *(int.from_bytes(told, "little") for told in theirs)])
 
 
-def _opened(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, int]:
-    """Open the segment of the first rank of this host; return what ``_offered`` returns."""
+def _open_segment(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, int]:
+    """Open the segment of the first rank of this host; return what ``_offer_segment`` returns."""
     offer = bytes(whole_of(inside.receive(0, _OFFER)))
     if not offer:
         return None, 0

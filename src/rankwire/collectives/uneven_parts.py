@@ -169,10 +169,10 @@ def all_to_all_by_counts(
     if not source.shape:
         raise ConfigurationError("an array without dim 0 has no parts to send")
     given = None if out is None else operand(out, "out")
-    sent = _checked_counts("send_counts", send_counts, size)
+    sent = _check_counts("send_counts", send_counts, size)
     expected = [_ANY_COUNT] * size
     if recv_counts is not None:
-        expected = _checked_counts("recv_counts", recv_counts, size)
+        expected = _check_counts("recv_counts", recv_counts, size)
     if sum(sent) != source.shape[0]:
         raise ConfigurationError(
             f"send_counts {sent} sum up to {sum(sent)}, dim 0 of the array is {source.shape[0]}"
@@ -247,7 +247,7 @@ def _check_own(target: Operand, source: Operand, name: str) -> None:
         )
 
 
-def _checked_counts(name: str, counts: Sequence[int], size: int) -> list[int]:
+def _check_counts(name: str, counts: Sequence[int], size: int) -> list[int]:
     try:
         checked = [index(count) for count in counts]
     except TypeError as error:

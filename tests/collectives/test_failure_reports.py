@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankwire.collectives.operation import error_of, failure_notice
+from rankwire.collectives.failure_reports import error_of, failure_notice
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,
@@ -94,4 +94,4 @@ def test_a_rank_that_could_not_begin_says_so():
 )
 def test_who_had_done_its_part_is_told_which_one_it_was(cause):
     error = error_of(failure_notice(Notice(0, 7, "barrier()"), 2, cause), 2, 3, is_news=True)
-    assert "number 7 of this group, which had gone well on rank 3" in str(error)
+    assert "number 7 of this group, which had succeeded on rank 3" in str(error)
