@@ -30,7 +30,7 @@ from rankwire.launch.attempt import Attempt, Restarts
 from rankwire.launch.child import Ending, JobSettings, signal_name
 from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import Loop
-from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, Parts, RemoteRanks
+from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Parts, RemoteRanks
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.launch.summary import first_failure
@@ -200,10 +200,12 @@ class LaunchedJob:
             link.close()
             return
         part = RemoteRanks(node, self._loop, link)
-        part.on_ended = self._rank_ended
-        part.on_asked = lambda number: self._obey(number, node)
-        part.on_trouble = self._give_up
-        part.on_lost = lambda error: self._launcher_lost(part, error)
+        part.events = LauncherEvents(
+            on_ended=self._rank_ended,
+            on_asked=lambda number: self._obey(number, node),
+            on_trouble=self._give_up,
+            on_lost=lambda error: self._launcher_lost(part, error),
+        )
         self._parts.remote[node] = part
 
     def _launcher_lost(self, part: RemoteRanks, error: RankwireError) -> None:

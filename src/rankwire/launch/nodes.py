@@ -56,6 +56,16 @@ _PAUSE = 0.25
 _LOST_EXIT_CODE = 1
 
 
+@dataclass
+class LauncherEvents:
+    """What node 0 does about the events of another launcher and its ranks."""
+
+    on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
+    on_asked: Callable[[int], None] = lambda number: None
+    on_trouble: Callable[[str, int], None] = lambda text, code: None
+    on_lost: Callable[[RankwireError], None] = lambda error: None
+
+
 class RemoteRanks:
     """The ranks of another host, through the connection to its launcher. For one thread."""
 
@@ -70,10 +80,7 @@ class RemoteRanks:
         self.stopped: list[int] = []
         self.killed: list[int] = []
         self.is_over = True
-        self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
-        self.on_asked: Callable[[int], None] = lambda number: None
-        self.on_trouble: Callable[[str, int], None] = lambda text, code: None
-        self.on_lost: Callable[[RankwireError], None] = lambda error: None
+        self.events = LauncherEvents()
         self._errors: dict[int, list[str]] = {}
         self._link = link
         self.close = _listen(loop, link, self._obey, self._lose)
@@ -116,14 +123,12 @@ class RemoteRanks:
 
     def finish(self, code: int, text: str, *, was_asked: bool) -> None:
         """Tell the launcher that the job is over; ignore what it sends and its hang-up."""
-        self.on_lost = lambda error: None
-        self.on_asked = lambda number: None
-        self.on_trouble = lambda text, code: None
+        self.events = LauncherEvents()
         self._link.tell(Finish(code, text, was_asked))
 
     def _lose(self, error: RankwireError) -> None:
         self.is_over = True
-        self.on_lost(error)
+        self.events.on_lost(error)
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -131,14 +136,14 @@ class RemoteRanks:
                 self.count, self.host = ranks, host
             case Ended(rank, code, number, is_oom, by_itself) if rank in self.alive:
                 self.alive.remove(rank)
-                self.on_ended(rank, Ending(code, number, is_oom), by_itself)
+                self.events.on_ended(rank, Ending(code, number, is_oom), by_itself)
             case Over(stopped, killed, errors):
                 self.stopped, self.killed, self._errors = stopped, killed, errors
                 self.is_over = True
             case Asked(number):
-                self.on_asked(number)
+                self.events.on_asked(number)
             case Trouble(text, code):
-                self.on_trouble(text, code)
+                self.events.on_trouble(text, code)
 
 
 class Parts:
