@@ -57,11 +57,11 @@ LONG = {
     "slow_calls_are_no_circles",
     "a_late_call_says_what_its_callee_does",
     "a_circle_through_an_event_loop_is_reported",
-    "circles_of_two_chains_are_reported",
+    "cycles_of_two_chains_are_reported",
     "a_circle_through_a_full_limit_is_reported",
     "closing_drains_and_then_fails_the_rest",
     "limits_are_visible",
-    "whoever_disagrees_all_are_told",
+    "all_ranks_learn_of_a_mismatch",
     "a_barrier_names_the_missing",
     "who_does_not_come_is_named",
 }

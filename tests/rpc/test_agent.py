@@ -292,7 +292,7 @@ def test_closing_only_the_backend_ends_all_that_its_agents_hold(make_world):
         agent.close()
 
 
-def test_a_rank_that_falls_by_an_error_says_why_before_its_coroutines_are_answered(monkeypatch):
+def test_a_rank_that_fails_says_why_before_its_coroutines_are_answered(monkeypatch):
     """The agent ends with its backend; what it cancels then must not pass for an orderly end."""
     started = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Circles of calls: from what ranks tell, with a model that lets calls end one after the other."""
+"""Cycles of calls: from what ranks tell, with a model that lets calls end one after the other."""
 
 import pytest
 from hypothesis import given
@@ -28,18 +28,18 @@ def picture(**calls):
     return {key(int(name[1:])): value for name, value in calls.items()}
 
 
-def test_two_calls_that_wait_for_each_other_are_a_circle():
+def test_two_calls_that_wait_for_each_other_are_a_cycle():
     both = picture(c0=call(1), c1=call(0, depth=1))
-    circle = find_cycle(both, key(0))
-    assert set(circle.members) == {key(0), key(1)}
-    assert circle.gives_up == key(1)
+    cycle = find_cycle(both, key(0))
+    assert set(cycle.members) == {key(0), key(1)}
+    assert cycle.gives_up == key(1)
 
 
-def test_all_who_look_see_the_same():
+def test_every_rank_finds_the_same_cycle():
     three = picture(c0=call(1), c1=call(2, depth=2), c2=call(0, depth=1))
-    circles = [find_cycle(three, key(start)) for start in range(3)]
-    assert circles[0] == circles[1] == circles[2]
-    assert circles[0].gives_up == key(1)
+    cycles = [find_cycle(three, key(start)) for start in range(3)]
+    assert cycles[0] == cycles[1] == cycles[2]
+    assert cycles[0].gives_up == key(1)
 
 
 def test_a_call_that_runs_frees_all_that_wait_for_it():
@@ -53,11 +53,11 @@ def test_one_free_place_is_enough():
     assert find_cycle(places, key(1)) is None
 
 
-def test_a_call_that_waits_for_a_circle_is_stuck_but_does_not_give_up():
+def test_a_call_that_waits_for_a_cycle_is_stuck_but_does_not_give_up():
     into = picture(c0=call(1, depth=9), c1=call(2), c2=call(1))
-    circle = find_cycle(into, key(0))
-    assert key(0) not in circle.members
-    assert circle.gives_up != key(0)
+    cycle = find_cycle(into, key(0))
+    assert key(0) not in cycle.members
+    assert cycle.gives_up != key(0)
 
 
 def test_what_is_not_known_is_asked_for_and_counts_as_going_on():
@@ -74,7 +74,7 @@ def test_nothing_more_is_asked_once_a_call_is_known_to_go_on():
     assert still_to_ask(partly, key(0)) == set()
 
 
-def test_another_wait_for_the_same_call_is_another_circle():
+def test_another_wait_for_the_same_call_is_another_cycle():
     first = find_cycle(picture(c0=call(1, wait=1), c1=call(0)), key(0))
     second = find_cycle(picture(c0=call(1, wait=2), c1=call(0)), key(0))
     assert first.members == second.members
@@ -108,15 +108,15 @@ def ends(calls, start):
 
 
 @given(pictures, numbers.map(key))
-def test_a_circle_is_found_exactly_where_no_call_can_ever_end(calls, start):
-    circle = find_cycle(calls, start)
-    assert (circle is not None) == (not ends(calls, start))
-    if circle is not None:
-        following = (*circle.members[1:], circle.members[0])
-        for member, successor in zip(circle.members, following, strict=True):
+def test_a_cycle_is_found_exactly_where_no_call_can_ever_end(calls, start):
+    cycle = find_cycle(calls, start)
+    assert (cycle is not None) == (not ends(calls, start))
+    if cycle is not None:
+        following = (*cycle.members[1:], cycle.members[0])
+        for member, successor in zip(cycle.members, following, strict=True):
             assert successor in calls[member].needs
             assert not ends(calls, member)
-        assert circle.gives_up in circle.members
+        assert cycle.gives_up in cycle.members
 
 
 @given(pictures, numbers.map(key))

@@ -81,7 +81,7 @@ def test_a_call_that_waited_for_a_worker_says_how_long_before_it_began():
     assert told.seconds == pytest.approx(3.0, abs=1.0)
 
 
-def test_what_is_not_served_is_not_told_of():
+def test_calls_that_are_not_served_are_not_reported():
     assert account({1: Job()}, 2) == {}
 
 

@@ -123,7 +123,7 @@ def test_a_traceback_of_the_future_begins_where_the_error_was_raised(caller, age
     assert "in fail" in info.value.remote_traceback
 
 
-def test_a_future_that_somebody_at_the_callee_cancels_says_so(caller, callee):
+def test_a_future_that_the_callee_cancels_says_so(caller, callee):
     call = caller.rpc_async(1, "defer", "a")
     assert callee.future("a").cancel()
     error = call.exception(SOON)
@@ -372,7 +372,7 @@ class Stubborn(Future):
         raise RuntimeError("it does not want to")
 
 
-def test_a_future_that_raises_when_it_is_cancelled_harms_nobody(caller, agents, caplog):
+def test_a_future_that_raises_when_it_is_cancelled_does_no_harm(caller, agents, caplog):
     agents[1].register("stubborn", Stubborn)
     with caplog.at_level(logging.ERROR, "rankwire"):
         call = caller.rpc_async(1, "stubborn")
@@ -466,7 +466,7 @@ def test_an_interrupt_of_the_thread_that_ends_a_future_loses_no_reply(nbytes):
             assert every_interrupt(run) >= 3
 
 
-def test_a_future_whose_end_was_interrupted_before_anybody_was_told_is_answered(caller, agents):
+def test_a_future_whose_end_was_interrupted_before_its_callbacks_is_answered(caller, agents):
     class Cut(Future):
         def _invoke_callbacks(self):
             raise KeyboardInterrupt
@@ -526,7 +526,7 @@ def test_a_callback_of_a_plain_future_is_part_of_the_call_that_ends_it(caller, c
     assert seen == ["release"]
 
 
-def test_a_circle_through_a_future_that_was_returned_is_found(caller, agents):
+def test_a_cycle_through_a_future_that_was_returned_is_found(caller, agents):
     """A coroutine blocks its event loop with a call that waits for a coroutine of the same loop."""
 
     async def outer():

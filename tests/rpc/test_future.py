@@ -33,7 +33,7 @@ def agents(request):
             agent.close(grace=2.0)
 
 
-def test_as_completed_works_although_nobody_waits_for_a_result(agents):
+def test_as_completed_works_although_no_thread_waits_for_a_result(agents):
     futures = [agents[0].rpc_async(1, "add", n, n) for n in range(50)]
     done = {future.result() for future in concurrent.futures.as_completed(futures, timeout=10)}
     assert done == {2 * n for n in range(50)}
@@ -50,7 +50,7 @@ def test_a_future_has_what_the_base_class_gives_it(agents):
     assert future.result(10) is True
 
 
-def test_all_who_stand_for_a_future_are_told_of_its_end(agents):
+def test_every_function_of_when_ended_is_called(agents):
     future, told = agents[0].rpc_async(1, "wait"), []
     for number in range(3):
         future.when_ended(lambda ended, number=number: told.append((number, ended.failure)))
@@ -84,7 +84,7 @@ def test_what_stands_for_a_future_is_freed_with_it_without_the_collector(agents)
         gc.enable()
 
 
-def test_a_reply_is_decoded_once_whoever_reads_it(agents):
+def test_a_reply_is_decoded_once_by_any_thread(agents):
     """The thread that calls and the one that reads may both see it, and what hooks do counts."""
     built = []
     codec = agents[0].codec
@@ -145,7 +145,7 @@ def a_thread_switch_every(seconds):
 
 
 @pytest.mark.parametrize("first", ["wait", "cancel", "callback", "result"])
-def test_whoever_comes_at_the_moment_of_the_reply_is_told(agents, first):
+def test_a_callback_added_at_the_moment_of_the_reply_is_called(agents, first):
     """Its condition is made by the first who needs it, perhaps while the reply is read."""
     for number in range(200):
         future = agents[0].rpc_async(1, "add", number, 1)
@@ -172,7 +172,7 @@ def test_exception_gives_the_remote_error(agents):
     assert "rpc_async 'fail'" in str(error)
 
 
-def test_the_calls_own_deadline_ends_it_although_nobody_waits(agents):
+def test_the_calls_own_deadline_ends_it_although_no_thread_waits(agents):
     future = agents[0].rpc_async(1, "wait", timeout=0.1)
     finished = threading.Event()
     future.add_done_callback(lambda _: finished.set())
@@ -261,7 +261,7 @@ def test_repr_tells(agents):
     assert "done" in repr(future)
 
 
-def test_no_interrupt_falls_between_taking_the_lock_of_a_future_and_knowing_it(agents):
+def test_no_interrupt_separates_taking_the_lock_of_a_future_from_noting_it(agents):
     future = agents[0].rpc_async(1, "add", 1, 1)
     # By a function in C, in which no signal handler runs; those of ``Condition`` are in Python.
     assert inspect.isbuiltin(future._condition.__enter__)
@@ -298,7 +298,7 @@ def test_a_reply_is_read_as_it_comes_although_no_thread_waits_for_it(agents, way
             assert asyncio.run(main()) == number + 1
 
 
-def test_a_thread_that_stops_reading_leaves_replies_to_those_who_read_on(agents):
+def test_a_thread_that_stops_reading_leaves_replies_to_other_readers(agents):
     """It had the reading role when somebody else asked to be called back."""
     without_looks(agents[0])
     gates = [threading.Event(), threading.Event()]
@@ -397,7 +397,7 @@ def ask_by_awaiting(future):
     [lambda future: future.exception(10), ask_for_the_result, ask_in_a_callback, ask_by_awaiting],
     ids=["exception", "result", "callback", "await"],
 )
-def test_an_error_that_somebody_has_asked_for_is_not_logged(agents, caplog, ask):
+def test_an_error_that_was_retrieved_is_not_logged(agents, caplog, ask):
     ask(agents[0].rpc_async(1, "fail"))
     assert logged(caplog) == []
 
@@ -413,7 +413,7 @@ def test_what_was_cancelled_or_ended_by_closing_is_not_logged(agents, caplog):
     assert logged(caplog) == []
 
 
-def test_a_result_that_nobody_asks_for_is_not_logged(agents, caplog):
+def test_a_result_that_is_not_retrieved_is_not_logged(agents, caplog):
     future = agents[0].rpc_async(1, "add", 1, 1)
     eventually(future.done)
     del future

@@ -213,7 +213,7 @@ def test_a_call_that_waits_for_its_turn_is_held_once(pair):
     assert near.held == [(1, 1), (1, 3)]
 
 
-def test_a_large_call_that_asks_for_room_is_held_once():
+def test_a_large_call_with_a_reservation_is_held_once():
     with tcp_world(2) as world:
         near, far = Desk(), Desk()
         caller = RpcAgent(world[0], codec=near.codec)
@@ -236,7 +236,7 @@ def test_a_call_to_a_rank_that_is_lost_is_undone(pair):
     eventually(lambda: near.held == [])
 
 
-def test_the_reply_of_a_call_that_nobody_wants_any_more_is_undone(pair):
+def test_the_reply_of_a_cancelled_call_is_undone(pair):
     (caller, callee), (_, far) = pair
     go = threading.Event()
 

@@ -139,7 +139,7 @@ def test_every_other_answer_is_its_error_at_the_caller(desk, say, kind, may_have
         assert info.value.may_have_run is may_have_run
 
 
-def test_who_asks_for_an_unknown_name_is_told_the_known_ones_if_they_fit():
+def test_the_error_of_an_unknown_name_lists_the_known_ones_if_they_fit():
     for names, known in ((["echo"], ["echo"]), (["x" * 1000] * 1000, [])):
         desk = Desk(100_000, names)
         with pytest.raises(FunctionNotFoundError) as info:

@@ -285,7 +285,7 @@ def test_cancels_nested_calls_and_small_calls_flow_while_large_ones_wait(office)
     sender.result()
 
 
-def test_a_call_for_which_there_is_no_room_in_time_has_not_run(office):
+def test_a_call_without_queue_space_in_time_has_not_run(office):
     office.block()
     array = np.full(BOUND, 7, np.uint8)
     kept = office.caller.rpc_async(1, "take", array)
@@ -302,7 +302,7 @@ def test_a_call_for_which_there_is_no_room_in_time_has_not_run(office):
     assert office.served == [7, 7]
 
 
-def test_time_spent_waiting_for_room_counts(office):
+def test_time_spent_waiting_for_a_reservation_counts(office):
     """The callee learns what is left of the deadline, not what there was before the wait."""
     from rankwire import current_call
 
@@ -340,7 +340,7 @@ def test_a_caller_that_makes_no_reservation_is_refused(office):
         decode_reply(caller.codec, replies[-1].wait(Deadline(20)), 1, 20.0)
 
 
-def test_a_call_that_is_not_served_leaves_its_room(office):
+def test_a_call_that_is_not_served_frees_its_space(office):
     array = np.ones(BOUND, np.uint8)
     for _ in range(3):
         with pytest.raises(FunctionNotFoundError):
@@ -349,7 +349,7 @@ def test_a_call_that_is_not_served_leaves_its_room(office):
     assert office.caller.rpc_sync(1, "take", array) == BOUND
 
 
-def test_a_caller_that_waits_for_room_is_told_when_the_callee_closes(office):
+def test_a_caller_that_waits_for_a_reservation_learns_that_the_callee_closes(office):
     office.block()
     array = np.ones(BOUND, np.uint8)
     office.caller.rpc_async(1, "take", array)
@@ -379,7 +379,7 @@ def test_small_calls_are_not_counted(office):
     assert [future.result(20) for future in futures] == [array.nbytes] * 50
 
 
-def test_a_caller_that_is_interrupted_while_it_waits_for_room_asks_no_more():
+def test_an_interrupt_cancels_the_request_for_a_reservation():
     with simulated_world(2) as world:
         office = Office(world, max_queued_nbytes=BOUND)
         office.block()

@@ -134,7 +134,7 @@ def test_the_reason_why_there_is_none_reaches_the_caller(agents, program):
     assert info.value.peer == 1
 
 
-def test_without_a_reason_the_registered_names_are_told(agents, program):
+def test_without_a_reason_the_reply_has_the_registered_names(agents, program):
     agents[1].register("mul", lambda a, b: a * b)
     program.functions["nothing"] = FunctionNotFoundError("nothing")
     for name in ("nothing", "unknown"):

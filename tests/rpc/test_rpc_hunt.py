@@ -267,7 +267,7 @@ def test_a_call_made_later_in_a_finished_calls_context_makes_no_second_poller(ag
     assert most[0] == 1
 
 
-def test_a_future_made_while_the_standby_falls_asleep_is_looked_after(agents, monkeypatch):
+def test_a_future_made_while_the_standby_goes_to_sleep_is_checked(agents, monkeypatch):
     caller, callee = agents
     callee.register("nap", lambda: time.sleep(0.02))
     caller.rpc_sync(1, "nap")
@@ -584,7 +584,7 @@ def test_a_coroutine_may_close_the_agent_that_serves_it():
         assert closed
 
 
-def test_a_cancelled_call_to_oneself_makes_room():
+def test_a_cancelled_call_to_oneself_frees_its_slot():
     with simulated_world(1) as (backend,):
         agent = RpcAgent(backend, max_in_flight=1)
         go_on = threading.Event()

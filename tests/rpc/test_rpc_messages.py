@@ -99,7 +99,7 @@ def test_a_failure_round_trips_with_type_text_and_traceback():
     assert "something went wrong" in error.remote_traceback
 
 
-def test_the_classes_by_which_an_error_may_be_caught_are_told():
+def test_the_reply_names_the_classes_by_which_an_error_may_be_caught():
     assert raised(failure(KeyError("x"))).remote_bases == ("LookupError",)
     assert raised(failure(Nasty())).remote_bases == ()
     assert raised(failure(SystemExit(3))).remote_bases == ()

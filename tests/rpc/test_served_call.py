@@ -242,7 +242,7 @@ def test_a_function_that_ends_with_its_agent_says_so(server):
     assert info.value.may_have_run
 
 
-def test_a_result_that_nobody_wants_is_not_sent(server):
+def test_the_result_of_a_cancelled_call_is_not_sent(server):
     def cancelled_meanwhile():
         call.incoming.is_wanted = False
         return "large"
@@ -340,7 +340,7 @@ def test_a_worker_that_has_lost_its_role_sends_what_it_held_back(server):
     ids=["small", "large", "nested"],
 )
 @pytest.mark.parametrize("end", ["run", "refuse", "cancel"])
-def test_a_large_call_leaves_its_room_once(server, nbytes, chain, is_counted, end):
+def test_a_large_call_frees_its_space_once(server, nbytes, chain, is_counted, end):
     call = server.serve(lambda: 1, nbytes=nbytes, chain=chain)
     if end == "cancel":
         call.cancel()

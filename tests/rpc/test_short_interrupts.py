@@ -100,7 +100,7 @@ def test_an_interrupted_wait_for_a_future_loses_no_reply(transport):
 
 
 @pytest.mark.parametrize("second_after", [None, 1, 3, 7])
-def test_replies_that_nobody_waits_for_after_an_interrupt_end_their_futures(
+def test_replies_without_a_waiting_thread_after_an_interrupt_end_their_futures(
     transport, second_after
 ):
     """What the interrupted thread has read is looked after, although nothing more comes."""
@@ -142,7 +142,7 @@ def test_two_interrupts_in_a_call_lose_no_other_reply_and_keep_nothing_of_it(
 
 
 @pytest.mark.parametrize("second_after", [None, 1, 3, 7])
-def test_a_call_whose_sending_was_interrupted_is_not_served_for_nobody(transport, second_after):
+def test_a_call_whose_sending_was_interrupted_is_cancelled(transport, second_after):
     turns = count()
 
     def run(interrupting):
@@ -169,7 +169,7 @@ def request(caller, number):
     return encode_request(caller.codec, "watch", SOON, [], (number, SOON), {})
 
 
-def test_an_interrupted_wait_for_room_loses_no_reply(transport):
+def test_an_interrupted_wait_for_max_in_flight_loses_no_reply(transport):
     """Whoever may not send yet reads what others wait for."""
     turns = count()
 

@@ -253,7 +253,7 @@ def test_the_launcher_asks_and_ranks_leave_in_good_order(tmp_path):
     assert "Traceback" not in stderr
 
 
-def test_an_interrupt_falls_into_serving_as_anywhere(tmp_path):
+def test_an_interrupt_ends_serve(tmp_path):
     script = tmp_path / "serve.py"
     script.write_text(PROGRAM)
     launched = Launched([*COMMAND, "-n", "1", "--no-prefix", str(script)])
@@ -266,7 +266,7 @@ def test_an_interrupt_falls_into_serving_as_anywhere(tmp_path):
     assert "interrupted False" in stdout, stdout + stderr
 
 
-def test_serving_ends_with_an_error_when_nobody_is_left_and_somebody_was_lost(threads):
+def test_serving_ends_with_an_error_when_no_rank_is_left_and_one_was_lost(threads):
     with simulated_world(3) as world, RpcAgent(world[0]) as agent:
         serving = threads.submit(agent.serve)
         world[0].network.kill(2)

@@ -156,7 +156,7 @@ def test_wrong_names_are_refused():
 # -- kills -----------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_told_from_one_that_raised():
+def test_a_killed_rank_is_distinguished_from_one_that_raised():
     def send_twice(backend):
         if backend.rank == 1:
             backend.send(b"first", 0)
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_told_from_one_that_raised():
     assert one == RankOutcome(1, killed=True, reason="it was killed")
 
 
-def test_a_rank_is_told_as_killed_also_if_its_own_thread_sees_that_first():
+def test_a_rank_is_reported_as_killed_also_if_its_own_thread_sees_that_first():
     def send_twice(backend):
         if backend.rank == 1:
             backend.send(b"first", 0)
@@ -212,7 +212,7 @@ def test_without_outcomes_a_killed_rank_is_an_error():
     assert [outcome.value for outcome in info.value.outcomes] == [0, None, 2]
 
 
-def test_a_process_that_is_killed_is_told_as_killed():
+def test_a_process_that_is_killed_is_reported_as_killed():
     zero, one = run_ranks(2, be_killed_on_one, processes=True, outcomes=True)
     assert zero.value == 1
     assert one.killed
@@ -260,7 +260,7 @@ def test_an_operation_that_hangs_says_so_before_the_limit_passes():
     assert run_ranks(2, wait_in_vain, timeout=0.1) == [[1], b""]
 
 
-def test_a_limit_that_passes_shows_the_stacks_of_those_who_did_not_finish():
+def test_a_limit_that_passes_shows_the_stacks_of_unfinished_ranks():
     go_on = threading.Event()
 
     def hang_here(backend):

@@ -217,7 +217,7 @@ def a_send_that_nobody_receives_ends_in_time(make_world: MakeWorld) -> None:
 # -- barriers --------------------------------------------------------------------------------------
 
 
-def nobody_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
+def no_rank_leaves_a_barrier_before_all_have_entered(make_world: MakeWorld) -> None:
     for size in SIZES:
         entered: list[int] = []
 

@@ -114,7 +114,7 @@ def eight_operations_of_one_size_never_mix(make_world: MakeWorld) -> None:
     run_in_worlds(make_world, each, (2, 4))
 
 
-def whoever_disagrees_all_are_told(make_world: MakeWorld) -> None:
+def all_ranks_learn_of_a_mismatch(make_world: MakeWorld) -> None:
     def call(backend: Backend, case: str) -> object:
         other = backend.rank == 1
         array = np.ones(4, np.float64 if other and case == "dtype" else np.float32)

@@ -316,7 +316,7 @@ def a_receive_from_any_rank_waits_for_the_last(make_world: MakeWorld) -> None:
         expect(ChannelClosedError, again.wait)
 
 
-def nobody_takes_the_messages_of_another_group(make_world: MakeWorld) -> None:
+def messages_of_another_group_are_not_taken(make_world: MakeWorld) -> None:
     with make_world(3) as world:
 
         def each(backend: Backend) -> None:

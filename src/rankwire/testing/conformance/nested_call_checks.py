@@ -106,7 +106,7 @@ def a_circle_through_an_event_loop_is_reported(make_world: MakeWorld) -> None:
         assert agents[1].rpc_sync(0, "last", timeout=10) is None
 
 
-def circles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
+def cycles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as agents:
         both = threading.Barrier(2, timeout=10)
 
