@@ -36,11 +36,7 @@ _OPS = {
 
 
 def op_of(reduce_op: Any) -> Any:
-    """Return rankwire's op for a ``ReduceOp``.
-
-    Raises:
-        ConfigurationError: rankwire does not have this reduction.
-    """
+    """Return rankwire's op for a ``ReduceOp``, or raise ``ConfigurationError``."""
     kind = reduce_op.op if type(reduce_op) is ReduceOp else reduce_op
     op = _OPS.get(int(kind))
     if op is not None:
@@ -54,9 +50,6 @@ def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: floa
     """Replace a sparse tensor by its sum over all ranks.
 
     All ranks gather all indices and values and add them up in rank order.
-
-    Raises:
-        ConfigurationError: The op is not a sum.
     """
     if op != "sum":
         raise ConfigurationError("sparse tensors can only be summed (ReduceOp.SUM)")

@@ -59,15 +59,8 @@ Make one, copy the file to every host, and name it to all ranks:
 def form_world(store: Any, rank: int, size: int, timeout: timedelta) -> TcpBackend:
     """Return the backend of a world whose ranks share a store.
 
-    Args:
-        store: torch's store, with a prefix of its own.
-        rank: This rank.
-        size: The number of ranks.
-        timeout: For forming the world, and the default of its operations.
-
-    Raises:
-        RankwireError: The world did not form in time.
-        ConfigurationError: A rank needs a secret and has none.
+    The timeout is for forming the world, and the default of its operations. Raises
+    ``RankwireError`` if the world did not form in time or a rank needs a secret and has none.
     """
     seconds = timeout.total_seconds()
     secret = launched_secret()

@@ -36,11 +36,7 @@ __all__ = [
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Return the worker with a name or rank; this worker if none is given.
-
-    Raises:
-        RuntimeError: There is no such worker, or RPC is not initialized.
-    """
+    """Return the worker with a name or rank; this worker if none is given."""
     session = current()
     return session.me if worker_name is None else session.workers[session.rank_of(worker_name)]
 

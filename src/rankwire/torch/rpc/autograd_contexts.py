@@ -105,11 +105,7 @@ class Context:
         return not self.is_released  # the ending thread sets this before it reads ``peers``
 
     def message(self, number: int) -> tuple[int, Tensor]:
-        """Return the receiver of a message, and the output of its autograd node.
-
-        Raises:
-            RuntimeError: This rank has sent no such message with tensors in this context.
-        """
+        """Return the receiver of a message, and the output of its autograd node."""
         found = self.sent.get(number)
         if found is None:
             raise RuntimeError(f"no message {number} with tensors was sent in context {self.id}")
@@ -179,12 +175,8 @@ class Contexts:
     def meet(self, number: int, caller: int) -> Context | None:
         """Return the context of a call from another rank.
 
-        Returns:
-            None if the context has ended, or if its creator or the caller is lost. A late call must
-                not bring the context back.
-
-        Raises:
-            OverloadedError: Too much is kept because of this rank.
+        Returns None if it has ended, or if its creator or the caller is lost: a late call must not
+        bring it back. Raises ``OverloadedError`` if too much is kept because of this rank.
         """
         maker = number >> COUNTER_BITS
         with self._lock:
@@ -201,11 +193,7 @@ class Contexts:
             return context
 
     def charge(self, context: Context, caller: int) -> None:
-        """Count a message that is kept in a context because of a call of a rank.
-
-        Raises:
-            OverloadedError: Too much is kept because of this rank.
-        """
+        """Count a message that is kept for a rank, or raise ``OverloadedError``."""
         with self._lock:
             if not context.is_released:
                 self._charge(context, caller)

@@ -84,11 +84,7 @@ class LocalPass:
         return self._reach([root.grad_fn for root in self._roots])
 
     def reach_from(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """Expect gradients for these messages; return the new messages that they reach.
-
-        Raises:
-            RuntimeError: This rank has sent no such message in this context.
-        """
+        """Expect gradients for these messages; return the new messages that they reach."""
         nodes = []
         for number in numbers:
             handle = self._context.message(number)[1]
@@ -117,12 +113,7 @@ class LocalPass:
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, *, retain_graph: bool) -> None:
-        """Run this rank's part and add the gradients of leaves to the context's.
-
-        Raises:
-            RuntimeError: It was started before.
-            BaseException: The error of a node, or that of ``fail``.
-        """
+        """Run this rank's part and add the gradients of leaves to the context's."""
         with self._changed:
             if self._is_begun:
                 raise RuntimeError("this part of the backward pass was begun before")
@@ -176,11 +167,7 @@ class LocalPass:
     # -- what other ranks have to say --------------------------------------------------------------
 
     def arrive(self, number: int, gradients: Gradients) -> None:
-        """Store gradients that have arrived for a message.
-
-        Raises:
-            RuntimeError: None are awaited for it, or they arrived before.
-        """
+        """Store gradients that have arrived for a message; raise if none are awaited."""
         with self._changed:
             if number not in self._unanswered:
                 raise RuntimeError(f"no gradients are awaited for message {number}")

@@ -127,11 +127,7 @@ class Incoming:
 
 
 def sent(tensor: Tensor) -> int | None:
-    """Return the number of a tensor that requires a gradient, in the message being encoded.
-
-    Returns:
-        None if this thread encodes no message in a context.
-    """
+    """Return the number of a tensor in the message being encoded; None outside a context."""
     outgoing = HERE.outgoing
     if outgoing is None:
         return None

@@ -65,11 +65,7 @@ _KEYWORDS = frozenset(
 
 
 def tensors_in(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> list[torch.Tensor]:
-    """Return the tensors among the arguments.
-
-    Raises:
-        TypeError: An argument or a keyword is not accepted.
-    """
+    """Return the tensors among the arguments; raise ``TypeError`` if one is not accepted."""
     for name in kwargs:
         if name not in _KEYWORDS:
             raise TypeError(
@@ -95,12 +91,7 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor], sparse: bool, dep
 
 
 def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
-    """Return the tensor if functions that are called by name may work on it.
-
-    Raises:
-        TypeError: It is not a dense CPU tensor.
-        ValueError: It is empty, but has too large a dimension.
-    """
+    """Return the tensor; raise if it is not a dense CPU tensor, or empty with a huge dimension."""
     is_known = tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)
     if not is_known or tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
         raise TypeError(

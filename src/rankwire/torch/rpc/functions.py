@@ -91,11 +91,7 @@ _lasting = functools.lru_cache(maxsize=1024)(_answering)
 
 
 def reply_of(promise: Any) -> Future[Any]:
-    """Return the future that the server waits for in place of torch's future.
-
-    Raises:
-        RuntimeError: The function did not return a torch future.
-    """
+    """Return the future that the server waits for in place of torch's future."""
     if not isinstance(promise, torch._C.Future):
         raise RuntimeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future "

@@ -48,11 +48,7 @@ class Gatherings:
         register(session.agent, GATHER, self._join)
 
     def gather(self, value: Any, names: Names, limit: float) -> dict[str, Any]:
-        """Contribute a value and return the values of all workers, by name.
-
-        Raises:
-            RankwireError: A worker did not take part in time, or is lost.
-        """
+        """Contribute a value and return the values of all workers, by name."""
         with self._lock:
             number = self._counts[names]
             self._counts[names] += 1

@@ -94,12 +94,7 @@ _OF_OPTIMIZERS = frozenset(("state_dict", "step", "zero_grad"))
 
 
 def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any]:
-    """Return a method of an object that other ranks may call.
-
-    Raises:
-        NameRefusedError: They may not call it; the text says why.
-        AttributeError: There is no such method.
-    """
+    """Return a method of an object that other ranks may call, or raise with the reason."""
     if rule.anything:
         return _any_method(value, name)
     if name.startswith("_") and name not in _DUNDERS:

@@ -144,12 +144,8 @@ class HandleUpdates:
 def apply_updates(objects: OwnedObjects, src: int, world_size: int, updates: list[Any]) -> None:
     """Apply another rank's updates to the counts of this rank's objects.
 
-    A refused update does not stop the others: that rank may hold a handle of nothing.
-
-    Raises:
-        ValueError: The updates are malformed.
-        PermissionError: The rank has no handle of an object.
-        OverloadedError: It refers to too many objects that do not exist yet.
+    A refused update (``PermissionError``, ``OverloadedError``) does not stop the others: that rank
+    may hold a handle of nothing.
     """
     refusal: Exception | None = None
     for kind, creator, number, key, first, second in updates:

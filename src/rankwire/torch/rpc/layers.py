@@ -103,12 +103,7 @@ def is_run(target: object) -> bool:
 
 
 def make_layer(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Create a layer for another rank.
-
-    Raises:
-        TypeError: An argument is not a number, text, dtype or tensor.
-        ValueError: The layer would be too large.
-    """
+    """Create a layer for another rank; raise if an argument or the layer's size is not accepted."""
     for name in kwargs:
         if name.startswith("_") or name == "device":
             raise TypeError(f"a layer is made for another rank without {name!r}")
@@ -119,12 +114,7 @@ def make_layer(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_run(module: Any, args: Args, kwargs: Kwargs) -> None:
-    """Check the arguments with which another rank runs a layer, or a container of layers.
-
-    Raises:
-        TypeError: They are not tensors, or not for a layer.
-        ValueError: The result would be too large.
-    """
+    """Raise if the arguments with which another rank runs a layer or container are not accepted."""
     if kwargs or not args or not isinstance(args[0], torch.Tensor):
         raise TypeError("a layer takes a tensor, and no named arguments, from another rank")
     given = tensors_in(args, {})

@@ -285,11 +285,7 @@ class _Farewell:
         self._gone: set[int] = set()
 
     def tell(self, is_busy: bool, count: int) -> Told:
-        """Return the reports of all remaining ranks; empty if the round must be repeated.
-
-        Raises:
-            RankwireError: A rank did not report in time.
-        """
+        """Return the reports of all remaining ranks; empty if the round must be repeated."""
         own = is_busy, count
         if self._is_complete:
             try:

@@ -164,11 +164,7 @@ class OwnedObjects:
             return self._expect(id, src) or self._never_made(id)
 
     def begin(self, id: ObjectId) -> OwnedObject:
-        """Return an object that its creator is about to create, and count the creator's handle.
-
-        Raises:
-            ConfigurationError: It was created before.
-        """
+        """Return an object that its creator is about to create, and count the creator's handle."""
         with self._lock:
             owned = self._find(id, id.creator) or OwnedObject(id)
             if not owned.is_expected:
@@ -265,11 +261,7 @@ class OwnedObjects:
         self.tidy(owned)
 
     def begin_waiting(self, rank: int) -> None:
-        """Count a call of a rank that waits for an object, until ``end_waiting``.
-
-        Raises:
-            OverloadedError: The rank has too many.
-        """
+        """Count a call of a rank that waits for an object, until ``end_waiting``."""
         with self._lock:
             self._charge(rank)
 

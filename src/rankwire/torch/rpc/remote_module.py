@@ -92,11 +92,6 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
         Args:
             remote_device: As for the class; torch does not require that the module is there.
             module_rref: A handle of the module.
-
-        Raises:
-            RuntimeError: There is no such worker.
-            TypeError: It is not a handle.
-            ValueError: ``remote_device`` is invalid or not a CPU.
         """
         if not isinstance(module_rref, RRef):
             raise TypeError(f"module_rref is an RRef, not {type(module_rref).__name__}")

@@ -197,11 +197,7 @@ class Session:
     def start(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> RpcFuture[Any]:
-        """Start a call of a name on a rank and return its future.
-
-        Raises:
-            RankwireError: The arguments cannot be sent; all other failures end the future.
-        """
+        """Start a call of a name on a rank and return its future; raise only if encoding fails."""
         context = CONTEXT.get()
         if context is not None and context.enlist(rank):
             args = autograd.call_in(context, name, args, kwargs)
@@ -213,12 +209,7 @@ class Session:
     # -- functions ---------------------------------------------------------------------------------
 
     def named(self, function: Any) -> Any:
-        """Return the name under which a function travels, or the function itself if it is pickled.
-
-        Raises:
-            TypeError: It is not callable.
-            NameRefusedError: It has no name, and pickle is not allowed.
-        """
+        """Return the name under which a function travels, or the function if it is pickled."""
         if not callable(function):
             raise TypeError("function should be callable.")
         try:
@@ -233,11 +224,7 @@ class Session:
         return name
 
     def function_of(self, name: str) -> Callable[..., Any]:
-        """Return the function to run when another rank calls a name.
-
-        Raises:
-            FunctionNotFoundError: Others cannot call it; the text says why.
-        """
+        """Return the function to run for a name, or raise ``FunctionNotFoundError``."""
         try:
             return self.servable(self.rule.find(name))
         except NameRefusedError as error:
@@ -253,11 +240,7 @@ class Session:
         return self.runnable(function)(*args, **kwargs)
 
     def runnable(self, function: Any) -> Callable[..., Any]:
-        """Return the function to run for a name or a pickled function.
-
-        Raises:
-            FunctionNotFoundError: Others cannot call it.
-        """
+        """Return the function to run for a name or a pickled function."""
         if isinstance(function, str):
             return self.agent.lookup(function) or self.function_of(function)
         if not self.agent.codec.allows_pickle:
@@ -300,11 +283,7 @@ state = _Current()
 
 
 def current() -> Session:
-    """Return this process's session.
-
-    Raises:
-        RuntimeError: RPC is not initialized.
-    """
+    """Return this process's session, or raise torch's error if RPC is not initialized."""
     session = state.session
     if session is None:
         raise RuntimeError(NOT_INITIALIZED)

@@ -71,11 +71,7 @@ def register(agent: RpcAgent, verb: str, function: Callable[..., Any]) -> None:
 
 
 def sender() -> int:
-    """Return the rank that sent the verb which this thread serves.
-
-    Raises:
-        PermissionError: No rank sent it; the function was called locally.
-    """
+    """Return the sender of the verb that this thread serves; raise if it was called locally."""
     call = current_call()
     if call is None:
         raise PermissionError("only other ranks can call this")
