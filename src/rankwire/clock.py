@@ -1,12 +1,8 @@
-"""The clock: every look at the time, and every wait that time may end.
+"""The clock: all reading of the time, and all waits that a timeout may end.
 
-A world is given one ``Clock`` where the user enters, and hands it down to whatever waits in it:
-backend, mesh, connections, streams in memory, agents, collectives. So one object decides what time
-it is for a world and how its threads sleep, and a simulated world can run in another time than the
-real one. What belongs to no world, such as a launcher, uses ``REAL_TIME``.
-
-Not here: the operating system's own waits for sockets and processes, which only real worlds have.
-Nothing is known here of what is waited for, nor of limits: those are ``deadline``'s.
+A world gets one ``Clock`` from its user and passes it to everything that waits in it, so a
+simulated world can run in another time than the real one. Code outside of worlds, such as a
+launcher, uses ``REAL_TIME``. Waits of the operating system for sockets and processes are elsewhere.
 """
 
 from __future__ import annotations
@@ -33,17 +29,16 @@ class _Joinable(Protocol):
 class Clock:
     """Real time. Every member is safe from any thread.
 
-    Another clock derives from this one and replaces all members but ``wait_for``.
+    A subclass replaces all members but ``wait_for``.
 
     Attributes:
-        now: Returns the time in seconds: it never goes back, nor below 0, and only differences mean
-            something.
+        now: Returns the time in seconds; it never decreases, and only differences are meaningful.
         sleep: Sleeps for so many seconds.
-        acquire: Takes a lock: ``acquire(lock, True, seconds)`` returns whether it did in time, -1
-            is without a limit.
+        acquire: ``acquire(lock, True, seconds)`` returns whether it acquired the lock in time; -1
+            is no limit.
 
-    These three are C functions here, not methods: a look at the time costs what it costs without a
-    clock, and an interrupt (Ctrl-C) cannot fall between taking a lock and saying so.
+    These three are C functions, not methods: they cost no more than without a clock, and an
+    interrupt (Ctrl-C) cannot fall between acquiring a lock and returning that.
     """
 
     __slots__ = ("acquire", "now", "sleep")
@@ -54,7 +49,7 @@ class Clock:
         self.acquire: Callable[[threading.Lock, bool, float], bool] = type(threading.Lock()).acquire
 
     def wait(self, signal: _Signal, seconds: float | None = None) -> bool:
-        """Wait for an event, or on a condition; False if the time passes first."""
+        """Wait for an event or on a condition; return False if the time passes first."""
         return signal.wait(seconds)
 
     def wait_for(
@@ -63,7 +58,7 @@ class Clock:
         predicate: Callable[[], bool],
         seconds: float | None = None,
     ) -> bool:
-        """Wait on a condition until something holds; return whether it does."""
+        """Wait on a condition until the predicate holds; return whether it does."""
         end = None if seconds is None else self.now() + seconds
         while not predicate():
             left = None if end is None else end - self.now()
@@ -73,7 +68,7 @@ class Clock:
         return True
 
     def join(self, thread: _Joinable, seconds: float | None = None) -> None:
-        """Wait for the end of a thread or a process, or until the time has passed."""
+        """Wait until a thread or process ends, or the time has passed."""
         thread.join(seconds)
 
 
@@ -81,10 +76,10 @@ REAL_TIME = Clock()
 
 
 class SafeCondition(threading.Condition):
-    """One that is entered and left as its lock is, by one call of a C function.
+    """A condition that an interrupt (Ctrl-C) cannot leave acquired.
 
-    The methods of ``Condition`` are in Python: an interrupt (Ctrl-C) that falls behind the lock's
-    own ``__enter__`` leaves it taken, and whoever looks at it then waits for ever.
+    One call of a C function enters and leaves it. ``Condition`` has Python methods: an interrupt
+    after the lock's own ``__enter__`` leaves it acquired, and other threads wait for ever.
     """
 
     __enter__ = property(attrgetter("_lock.__enter__"))

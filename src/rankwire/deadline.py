@@ -1,9 +1,8 @@
-"""One time limit for one whole operation.
+"""One timeout for one whole operation.
 
-A ``Deadline`` is made once, where the user's call enters the library, and handed down through every
-lock, connect, handshake, send and receive, so that the parts together cannot take longer than the
-whole. It looks at the clock that its world was given, and lends it to whoever waits until then.
-Monotonic time only: a change of the wall clock moves nothing.
+A ``Deadline`` is made once, where the user's call enters the library, and passed down to every
+lock, connect, handshake, send and receive, so that together they respect one timeout. It uses
+the clock of its world, which is monotonic.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from numbers import Real
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.errors import ConfigurationError
 
-# Locks and poll() take a C long of nanoseconds; a day is "for ever" in slices.
+# Locks and poll() take a C long of nanoseconds. Longer waits are made of slices of a day.
 _LONGEST_SLEEP = 86_400.0
 
 
@@ -23,13 +22,13 @@ class Deadline:
 
     Args:
         limit: Seconds from now, any real number. 0 polls, ``math.inf`` never expires.
-        clock: Whose time counts: the world's.
+        clock: The clock of the world.
 
     Raises:
-        ConfigurationError: It is negative, no number, or too large for one.
+        ConfigurationError: The limit is negative, not a number, or too large for a float.
     """
 
-    # ``_now`` is the clock's: looking it up there at each look would cost as much as the look.
+    # ``_now`` is the clock's: looking it up each time would double the cost.
     __slots__ = ("_end", "_now", "_start", "clock", "limit")
 
     def __init__(self, limit: float, clock: Clock) -> None:
@@ -45,7 +44,7 @@ class Deadline:
 
     @classmethod
     def of(cls, timeout: float | None, default: float, clock: Clock) -> Deadline:
-        """Return the deadline of a user's ``timeout=``: ``None`` means the default."""
+        """Return the deadline for a user's ``timeout=``, where ``None`` means the default."""
         return cls(default if timeout is None else timeout, clock)
 
     def remaining(self) -> float:
@@ -55,7 +54,7 @@ class Deadline:
         return left if left > 0.0 else 0.0
 
     def sleep_limit(self) -> float:
-        """Return the seconds left, bounded to what lock and poll calls accept."""
+        """Return the seconds left, limited to what lock and poll calls accept."""
         now = self._now
         left = self._end - now()
         if left < 0.0:
@@ -64,7 +63,7 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the time is over."""
+        """Whether the timeout has expired."""
         now = self._now
         return now() >= self._end
 
@@ -75,15 +74,15 @@ class Deadline:
         return now() - self._start
 
     def sooner(self, limit: float) -> Deadline:
-        """Return this deadline, or one ``limit`` seconds from now if that comes first."""
+        """Return this deadline, or one ``limit`` seconds from now if that is earlier."""
         return self if self.remaining() <= limit else Deadline(limit, self.clock)
 
     def take(self, lock: threading.Lock, grip: list[bool]) -> bool:
-        """Take a lock in time, and note it in ``grip``; return whether it is taken.
+        """Acquire a lock in time, and note it in ``grip``; return whether it is acquired.
 
-        To be called within the ``try`` whose ``finally`` gives the lock back ``if grip[-1:] ==
-        [True]``. The lock is taken and noted by one call of a C function, so that no interrupt
-        (Ctrl-C) falls between the two and leaves it taken for ever.
+        Call it inside the ``try`` whose ``finally`` releases the lock ``if grip[-1:] == [True]``.
+        One call of a C function acquires the lock and notes it, so that no interrupt (Ctrl-C) falls
+        between and leaves the lock taken for ever.
         """
         grip.extend(map(lock.acquire, (False,)))
         if not grip[-1]:
@@ -94,8 +93,8 @@ class Deadline:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"
 
 
-# For what must not wait. It is over on any clock, so no world has to make its own; but no other
-# deadline may be derived from its clock, which is no world's.
+# For operations that must not wait, on any clock. Do not derive other deadlines from it: its clock
+# belongs to no world.
 AT_ONCE = Deadline(0.0, REAL_TIME)
 
 
@@ -105,5 +104,5 @@ def _seconds(limit: object) -> float:
             return float(limit)
         reason = f"of type {type(limit).__name__}"
     except OverflowError:
-        reason = "so many; math.inf is for no limit"
+        reason = "so many; use math.inf for no limit"
     raise ConfigurationError(f"a time limit is a number of seconds, not {reason}")

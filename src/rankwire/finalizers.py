@@ -1,12 +1,12 @@
-"""Finalizing: a thread does what is left to do for an object that is garbage.
+"""Finalizers: a thread does the work for objects that were garbage-collected.
 
-The garbage collector calls ``__del__`` and ``weakref.finalize`` in whichever thread allocates
-memory, between any two steps of it, also while that thread holds a lock. A finalizer that takes a
-lock can wait for its own thread, and then no time limit ends the wait. So finalizers of this
-package take no lock, also not those of logging: they call ``hand_over``, and a thread does the
-rest. ``tests/test_finalizers.py`` reads the source and lists the exceptions.
+The garbage collector calls ``__del__`` and ``weakref.finalize`` in any thread that allocates
+memory, also while that thread holds a lock. A finalizer that takes a lock can wait for its own
+thread, without a timeout. So finalizers of this package take no lock, also not those of logging:
+they call ``hand_over``, and a thread does the rest. ``tests/test_finalizers.py`` reads the source
+and lists the exceptions.
 
-The thread starts with the first thing to do and ends after a moment without. No lock guards that:
+The thread starts with the first work and ends after a moment without. No lock guards that:
 ``_idle`` holds one item while there is no thread, and ``deque.pop`` gives it to one caller.
 """
 
@@ -28,7 +28,7 @@ from rankwire.clock import REAL_TIME
 
 _log = logging.getLogger("rankwire")
 
-_LINGER = 0.5  # seconds; to start the thread costs 0.1 ms, which a row of finalizers should not pay
+_LINGER = 0.5  # seconds; starting the thread for each finalizer would cost 0.1 ms
 _EXIT_PATIENCE = 1.0
 
 _due: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = queue.SimpleQueue()
@@ -36,10 +36,10 @@ _idle: deque[tuple[Callable[[], None], tuple[()]]] = deque()
 
 
 def hand_over(work: Callable[..., object], *args: Any) -> None:
-    """Have a thread call ``work(*args)`` soon. For finalizers: takes no lock and does not wait.
+    """Let a thread call ``work(*args)`` soon. For finalizers: takes no lock and does not wait.
 
-    Calls happen one after the other, in order. What they raise is logged. At the end of the
-    interpreter, what is left is done too, but nothing that is handed over after that.
+    Calls run one after the other, in order; what they raise is logged. When the interpreter exits,
+    pending calls run too, but none that is handed over after that.
     """
     if is_finalizing():
         return
@@ -50,14 +50,14 @@ def hand_over(work: Callable[..., object], *args: Any) -> None:
         deque(starmap(start_new_thread, starmap(_idle.pop, ((),))), 0)
     except IndexError:  # there is a thread
         return
-    except RuntimeError:  # no thread can be started now: the next caller tries, or the exit does it
+    except RuntimeError:  # no thread can start now: the next caller tries, or ``finish`` does it
         _idle.append(_START)
 
 
 def _start() -> None:
-    """Start the thread, from one that is not in the middle of anything."""
-    # ``threading`` takes locks when it starts a thread. A thread that it has not started gets a
-    # name there that is never removed, once something is logged in it.
+    """Start the thread, from a new thread that holds no locks."""
+    # ``threading`` takes locks when it starts a thread. Logging in a thread that it did not start
+    # adds an entry there that is never removed.
     try:
         threading.Thread(target=_run, name="rankwire finalizers", daemon=True).start()
     except RuntimeError:  # the interpreter ends, or the system has no more threads
@@ -79,7 +79,7 @@ def _run() -> None:
 
 
 def _take_role() -> bool:
-    """Go on as the thread; False if another one was started."""
+    """Continue as the thread; return False if another one was started."""
     try:
         _idle.pop()
     except IndexError:
@@ -90,13 +90,13 @@ def _take_role() -> bool:
 def _do(work: Callable[..., object], args: tuple[Any, ...]) -> None:
     try:
         work(*args)
-    except Exception:  # the object is gone, and with it the caller that could be told
+    except Exception:  # there is no caller to raise it to
         _log.exception("%r failed after its object was dropped", work)
 
 
 def finish() -> None:
-    """Do what is left at the end of the interpreter, when no thread may start any more."""
-    if not _idle:  # the thread is there: let it end what it does
+    """Run what is left when the interpreter exits, where no thread may start any more."""
+    if not _idle:  # let the thread finish its work
         done = threading.Event()
         _due.put((done.set, ()))
         REAL_TIME.wait(done, _EXIT_PATIENCE)
@@ -106,7 +106,7 @@ def finish() -> None:
 
 
 def _renew() -> None:
-    """Begin anew in a forked child: the thread is not there, and what it was given is not ours."""
+    """Begin anew in a forked child: the thread and its work belong to the parent."""
     global _due
     _due = queue.SimpleQueue()
     _idle.clear()

@@ -1,12 +1,9 @@
-"""What ``dir()`` shows of a public object, and so the completion of a shell: what users call.
+"""``dir()`` of public objects shows only what users call, and so does a shell's completion.
 
-The layers of the package use each other's objects, and what they use is not private; but it is
-nothing to users. So a public class lists what it shows of its own in ``_SHOWN``, and derives from
-``PublicDir``. Classes of the package without a list show nothing; others, such as a base class of
-the standard library or a user's own class, show what they have. Nothing is hidden from who names
-it.
-
-Classes show the same as their objects: Python's prompt completes from both.
+Modules of the package use each other's attributes, which are not private but are not for users. A
+public class lists what it shows of its own in ``_SHOWN``, and derives from ``PublicDir``. Classes
+of the package without a list show nothing; other base classes and users' subclasses show all they
+have. Classes show the same as their objects, because Python's prompt completes from both.
 """
 
 from __future__ import annotations
@@ -19,14 +16,14 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class PublicDirMeta(ABCMeta):
-    """The class of classes of which ``dir()`` shows what is for users; they may be abstract."""
+    """The metaclass of ``PublicDir``. Its classes may be abstract."""
 
     def __dir__(cls) -> list[str]:
         return public_names(cls, super().__dir__())
 
 
 class PublicDir(metaclass=PublicDirMeta):
-    """An object of which ``dir()`` shows what is for users."""
+    """An object whose ``dir()`` shows only what users call."""
 
     __slots__ = ()
 
@@ -37,7 +34,7 @@ class PublicDir(metaclass=PublicDirMeta):
 
 
 def public_names(cls: type, names: Iterable[str]) -> list[str]:
-    """Return those of the names of a class, or of an object of it, that are for users."""
+    """Return the names of a class, or of its object, that are for users."""
     public: set[str] = set()
     for base in cls.__mro__:
         is_ours = base.__module__.partition(".")[0] == _PACKAGE

@@ -1,13 +1,12 @@
-"""The end of the interpreter: what the program has not closed leaves in good order.
+"""Closes agents and backends that are still open when the interpreter exits.
 
-Peers then hear a farewell, and not the sudden end of a connection, which means a death; unless the
-program ends by an error that it did not catch, which they are told with its traceback. Agents and
-backends put themselves on the list; they are closed in reverse order, so that an agent goes before
-its backend. A process that ends without the interpreter's help (``os._exit``, a signal) says no
-farewell, and its peers report it as lost: that is what happened.
+Peers then get a farewell, or the traceback if the program ends by an uncaught error, and not a
+sudden end of the connection, which means that the process died. Objects close in reverse order of
+creation, so an agent closes before its backend. A process that ends otherwise (``os._exit``, a
+signal) sends no farewell, and its peers report it as lost.
 
-Threads of the user's that do not keep the process alive (daemons) may still be in a call. They get
-its error, but the program that would read its traceback is gone, so none is printed.
+Daemon threads of the user may still be in a call. They get its error, but its traceback is not
+printed.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ _log = logging.getLogger("rankwire")
 
 
 class Leaving(Protocol):
-    """What is closed when the interpreter ends.
-
-    Where that would be one more method for users to see, ``close_at_exit`` is given a function.
-    """
+    """An object that is closed when the interpreter exits."""
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """Close, without waiting for long. If it is closed already, do nothing.
+        """Close, without waiting for long. Do nothing if it is closed already.
 
         Args:
-            error: What the program ends by, if it did not catch that.
+            error: The uncaught error that ends the program, if any.
         """
 
 
@@ -56,7 +52,10 @@ def close_at_exit(thing: Leaving) -> None: ...
 @overload
 def close_at_exit(thing: T, leave: Leave[T]) -> None: ...
 def close_at_exit(thing: Any, leave: Leave[Any] = _leave) -> None:
-    """Have something closed at the end of the interpreter, if it still exists then."""
+    """Close an object when the interpreter exits, if it still exists then.
+
+    Pass ``leave`` where a public ``leave_at_exit`` would be one more method for users to see.
+    """
     _leaving[thing] = leave
 
 
@@ -66,13 +65,13 @@ def _close_at_exit() -> None:
     for thing, leave in reversed(list(_leaving.items())):
         try:
             leave(thing, error)
-        except Exception as trouble:  # the others leave all the same
+        except Exception as trouble:  # close the others too
             _log.warning("something went wrong while leaving: %s", trouble)
     finish()
 
 
 def _uncaught() -> BaseException | None:
-    """Return the error that the program ends by; at a prompt, the last one was seen and is over."""
+    """Return the error that ends the program; at a prompt the user has seen the last one."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -82,7 +81,7 @@ def _uncaught() -> BaseException | None:
 def _without_farewells(
     hook: Callable[[threading.ExceptHookArgs], Any],
 ) -> Callable[[threading.ExceptHookArgs], Any]:
-    """Return a hook for uncaught errors of threads that leaves out what closing has caused."""
+    """Return a hook for uncaught errors of threads that ignores those caused by closing."""
 
     def report(args: threading.ExceptHookArgs) -> None:
         is_daemon = args.thread is not None and args.thread.daemon

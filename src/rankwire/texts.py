@@ -1,11 +1,9 @@
-"""Texts that one rank tells another: short enough to be printed, and harmless to a terminal.
+"""Texts from other ranks: made short enough to be printed, and harmless to a terminal.
 
-What arrives in an error is printed sooner or later, perhaps on many ranks. So it is made short
-where it is made, and again where it is received, since a peer may tell anything. The beginning and
-the end are kept: of a traceback these are where it began and what was raised. Control characters
-become escapes, as a terminal would obey them: move the cursor, rename the window, hide a line.
-
-Contract: linear time, the same for text that was treated before. Pure.
+A text is shortened where it is made, and again where it is received, since a peer may send
+anything. The beginning and the end are kept: a traceback has its origin and its error there.
+Control characters become escapes, because a terminal would obey them. All in linear time;
+repeating changes nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +12,18 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 
-# Characters. A person reads less; a traceback of a thousand frames at the recursion limit has more.
+# Characters. A traceback at the recursion limit, with a thousand frames, has more.
 MAX_REASON = 500
 MAX_TRACEBACK = 32_768
 
-# All control characters but tab and newline; what turns the direction of text or breaks a line
-# unseen; and halves of characters, which cannot be encoded.
+# All control characters but tab and newline; characters that turn the direction of text or break a
+# line; and lone surrogates, which cannot be encoded.
 _TURNING = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[\x00-\x08\x0b-\x1f{_TURNING}]")
-# What matches this whole is printed as it is, in one line. ("$" would let a last newline pass.)
+# Matches a text that can be printed as one line. ("$" would accept a final newline.)
 NAME = rf"^[^\x00-\x1f{_TURNING}]*\Z"
 _NOTE_LENGTH = 60
-# Ranks that are listed one by one; and characters after which a list of ranges is cut.
+# How many ranks are listed one by one; characters after which a list of ranges is cut.
 _MOST_LISTED = 8
 _RANGES_LENGTH = 100
 
@@ -39,12 +37,12 @@ def shortened(text: str, longest: int) -> str:
 
 
 def printable(text: str, longest: int = MAX_TRACEBACK) -> str:
-    """Return what may be printed of a text that another process made: its lines, shortened."""
+    """Return the lines of a text from another process, shortened and without control characters."""
     return shortened(_UNPRINTABLE.sub(_escaped, shortened(text, longest)), longest)
 
 
 def one_line(text: str, longest: int = MAX_REASON) -> str:
-    """Return what may be printed of a text as one line, whose end is cut."""
+    """Return a text as one printable line, cut at its end."""
     line = " ".join(printable(text[: longest + 1], longest + 100).splitlines())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
@@ -52,7 +50,7 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks in words: "rank 2", "ranks 0, 3", "300 ranks: 0-298, 301".
 
-    At most 150 characters, however many ranks there are.
+    At most 150 characters, for any number of ranks.
     """
     if len(ranks) <= _MOST_LISTED:
         return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
@@ -65,7 +63,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of each run of consecutive numbers."""
     first = last = numbers[0]
     for number in numbers[1:]:
         if number > last + 1:
@@ -87,7 +84,7 @@ def class_name(kind: type) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, of whatever kind: a user's ``__str__`` may raise anything."""
+    """Return the text of an error, even if its ``__str__`` raises."""
     try:
         return str(error)
     except BaseException as second:
@@ -95,7 +92,7 @@ def text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, *, without_first: bool = False) -> str:
-    """Return the traceback of an error; perhaps without the frame that called the user's code."""
+    """Return the traceback of an error, without its first frame if asked."""
     frames = error.__traceback__
     if without_first and frames is not None:
         frames = frames.tb_next
