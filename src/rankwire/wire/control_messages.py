@@ -45,10 +45,8 @@ class Member(msgspec.Struct, frozen=True):
     """Where one rank is.
 
     Attributes:
-        rank: Its rank.
         pid: Its process id, on its own host.
         host: The address at which others reach it.
-        port: Its TCP port there.
         unix_path: Its socket file, or an empty string.
         host_id: Equal for two ranks that can reach each other's socket files.
         incarnation: How many times this rank alone was restarted. The coordinator sets it.
@@ -64,12 +62,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """How long a rank may be silent.
-
-    Attributes:
-        suspect_after: Seconds until members are told that it is suspected.
-        fail_after: Seconds until it counts as lost.
-    """
+    """Seconds of silence until members are told that a rank is suspected, and until it is lost."""
 
     suspect_after: float
     fail_after: float
@@ -111,7 +104,6 @@ class World(msgspec.Struct, frozen=True, tag="world"):
 
     Attributes:
         epoch: Which incarnation of the job this is; connections of others are refused.
-        members: All ranks, in order.
         patience: The shortest patience of all members.
         coordinator: The rank that coordinates, or -1 for the launcher.
         keys: The keys of the receiving rank with every other, wrapped for it (``wire.keys``).
@@ -127,13 +119,7 @@ class World(msgspec.Struct, frozen=True, tag="world"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Coordinator to members: the world will not form.
-
-    Attributes:
-        reason: Why not.
-        missing: The ranks that have not joined.
-        cause: The rank that caused it, if known.
-    """
+    """Coordinator to members: the world will not form. ``cause`` is the rank that caused it."""
 
     reason: str
     missing: list[int]
@@ -141,12 +127,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Heartbeat, either way.
-
-    Attributes:
-        silent: From the coordinator: ranks that missed a beat, each with its seconds of silence; at
-            most ``MAX_SILENT``.
-    """
+    """Heartbeat, either way; the coordinator's lists ranks that missed one, and their seconds."""
 
     silent: list[tuple[int, float]] = []
 
@@ -163,11 +144,9 @@ class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
 
     Attributes:
         reason: The error, in one line.
-        traceback: Its traceback.
         cause: The rank whose failure caused it; None for an error of its own.
         exit_code: The expected exit code of its process.
-        waited_for: The ranks that it was waiting for, if its timeout expired; at most
-            ``MAX_WAITED_FOR``.
+        waited_for: The ranks that it was waiting for, if its timeout expired.
     """
 
     reason: str
@@ -181,14 +160,10 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     """Coordinator to members: a rank has died, or has left without an error.
 
     Attributes:
-        rank: The rank.
         reason: How this was noticed, or what the rank reported.
         orderly: Whether it has left without an error.
         silent: Whether it was silent for too long while its connection was open.
-        traceback: The traceback that it reported, if any.
-        cause: The rank whose failure caused it, if it reported one.
-        exit_code: The exit code that it reported; None if it did not.
-        waited_for: The ranks that it was waiting for, if it reported that.
+        traceback: As in ``Fallen``, like the rest; empty or None if it reported nothing.
     """
 
     rank: int
@@ -202,12 +177,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """Coordinator to members: a restarted rank has joined.
-
-    Attributes:
-        member: Where it is now.
-        key: The key of the receiving rank with it, wrapped for the receiving rank.
-    """
+    """Coordinator to members: a restarted rank has joined. ``key`` is wrapped for the receiver."""
 
     member: Member
     key: bytes = b""
@@ -229,8 +199,8 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
 
     Attributes:
         stacks: Where its threads are in the user's program.
-        waits_for: The ranks that it expects messages or replies from; at most ``MAX_WAITED_FOR``.
-        blocked_on: Those of them that a thread is waiting for; at most as many.
+        waits_for: The ranks that it expects messages or replies from.
+        blocked_on: Those of them that a thread is waiting for.
     """
 
     stacks: str
@@ -253,7 +223,6 @@ class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
     Attributes:
         service: The number that agents of one name share.
         number: The number of this message, unique in its process.
-        state: The new state.
         owner: Identifies the thread that uses the agent, across all processes.
         stopped: The ranks that this agent has told to stop serving, if it leaves.
     """

@@ -92,7 +92,6 @@ class Hello:
     """Who dials, and for what purpose.
 
     Attributes:
-        purpose: What the connection is for.
         job: 16 bytes that identify the job (``job_id``).
         epoch: Which incarnation of the world; 0 when joining.
         world_size: The world size that the dialling rank was configured with.
@@ -128,12 +127,7 @@ class Hello:
 
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
-        """Parse a HELLO message.
-
-        Raises:
-            ProtocolError: It is not one. Send no answer.
-            VersionMismatchError: It is from another version.
-        """
+        """Parse a HELLO, or raise ``ProtocolError`` (``VersionMismatchError``)."""
         magic, version, purpose, *others, _, protection = _HELLO.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError("the connection did not begin with a rankwire greeting")
@@ -303,13 +297,10 @@ class Responder:
         self.hello: Hello | None = None
 
     def challenge(self, greeting: bytes) -> bytes:
-        """Consume HELLO, return CHALLENGE.
+        """Consume HELLO, return CHALLENGE; raise ``ProtocolError`` if it is not a HELLO.
 
         A HELLO of another version is answered too, so that the other end learns both versions;
         ``verify`` then refuses it.
-
-        Raises:
-            ProtocolError: It is not a HELLO.
         """
         try:
             self.hello = Hello.unpack(greeting)
@@ -320,11 +311,7 @@ class Responder:
         return self._challenge
 
     def verify(self, proof: bytes) -> Hello:
-        """Consume PROOF; return the HELLO of the other end.
-
-        Raises:
-            AuthenticationError: It does not have the key.
-        """
+        """Consume PROOF; return the HELLO of the other end, or raise ``AuthenticationError``."""
         expected = hmac.digest(self._key, b"I" + self._transcript, sha256)
         if self.hello is None or not hmac.compare_digest(proof, expected):
             raise AuthenticationError("a connection did not prove that it has the key")

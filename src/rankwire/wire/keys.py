@@ -44,25 +44,13 @@ class RankKey(HiddenKey):
 
 
 def rank_key(secret: bytes, rank: int, incarnation: int = 0) -> RankKey:
-    """Return the key by which a rank joins.
-
-    Args:
-        secret: The job's secret.
-        rank: The rank.
-        incarnation: How many times this rank alone was restarted.
-    """
+    """Return the key by which a rank joins, in its ``incarnation``: 0 until it is restarted."""
     who = _RANK.pack(rank) + (_RANK.pack(incarnation) if incarnation else b"")
     return RankKey(hmac.digest(secret, b"rankwire v3 rank" + who, sha256))
 
 
 def pair_keys(world_key: bytes, rank: int, incarnations: Sequence[int]) -> bytes:
-    """Return the keys of a rank with every rank, in order; the one with itself is unused.
-
-    Args:
-        world_key: The coordinator's key.
-        rank: The rank that the keys are for.
-        incarnations: The incarnations of all ranks.
-    """
+    """Return the keys of a rank with every rank, in order; the one with itself is unused."""
     return b"".join(
         pair_key(world_key, rank, other, incarnations) for other in range(len(incarnations))
     )
@@ -87,11 +75,7 @@ def wrap(key: bytes, keys: bytes, salt: bytes) -> bytes:
 
 
 def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[int, HiddenKey]:
-    """Return the keys of a rank by the other rank.
-
-    Raises:
-        InvalidMessageError: The number of keys is not the world size.
-    """
+    """Return the keys of a rank by the other rank, or raise ``InvalidMessageError``."""
     if len(wrapped) != SALT_NBYTES + KEY_NBYTES * world_size:
         raise InvalidMessageError(
             f"{len(wrapped)} bytes do not hold the keys of a world of {world_size}"
@@ -105,11 +89,7 @@ def unwrap(key: bytes, wrapped: bytes, rank: int, world_size: int) -> Mapping[in
 
 
 def unwrap_one(key: bytes, wrapped: bytes) -> HiddenKey:
-    """Return the single key that was wrapped.
-
-    Raises:
-        InvalidMessageError: There is not exactly one.
-    """
+    """Return the single key that was wrapped, or raise ``InvalidMessageError``."""
     if len(wrapped) != SALT_NBYTES + KEY_NBYTES:
         raise InvalidMessageError(f"{len(wrapped)} bytes do not hold the key of two ranks")
     return HiddenKey(_masked(key, wrapped[SALT_NBYTES:], wrapped[:SALT_NBYTES]))

@@ -107,11 +107,7 @@ def pack_loan(
 
 
 def unpack_loan(description: bytearray, *, max_nbytes: int) -> Loan:
-    """Return the loan that a frame describes.
-
-    Raises:
-        ProtocolError: The description is invalid, or the payload is above the limit.
-    """
+    """Return the loan that a frame describes, or raise ``ProtocolError``."""
     count, rest = divmod(len(description) - _HEAD.size, _PIECE.size)
     if rest or not 1 <= count <= MAX_PIECES:
         raise ProtocolError(f"a loan is described in {len(description)} bytes")

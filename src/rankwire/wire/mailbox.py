@@ -168,10 +168,7 @@ class Mailbox:
         return True
 
     def displaced(self, key: Envelope) -> None:
-        """Let a receive wait again, because the sender has revoked the message of this key.
-
-        Safe to repeat.
-        """
+        """Let a receive wait again after the sender has revoked its message. Safe to repeat."""
         receive = self.placing
         if receive is not None and receive.envelope == key:
             if receive.is_wanted:
@@ -253,10 +250,7 @@ class Mailbox:
         return None
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the arrived and all later messages of a tag's family.
-
-        Only the last 256 families are remembered.
-        """
+        """Drop the arrived and all later messages of a tag's family; of the last 256 families."""
         family = _family(envelope)
         if self._refused is None:
             self._refused = deque(maxlen=_MOST_REFUSED)

@@ -1,27 +1,6 @@
 """The protocol of a connection: how it begins, whether memory may be lent, how it ends. Pure.
 
-The *state* says what to expect of the peer:
-
-    =========  ====================================================================
-    state      meaning
-    =========  ====================================================================
-    UNUSED     the peer dialled and has sent nothing
-    OPEN       frames come and go
-    LEFT       the peer has sent a farewell; nothing comes after it
-    GIVEN_UP   the peer closed a connection that it never used: it may dial again
-    LOST       the stream ended or broke without a farewell
-    SPOILED    the stream is invalid
-    =========  ====================================================================
-
-    =========  =======  ========  ========  =========
-    in         frames   farewell  end       violation
-    =========  =======  ========  ========  =========
-    UNUSED     OPEN     LEFT      GIVEN_UP  SPOILED
-    OPEN       OPEN     LEFT      LOST      SPOILED
-    =========  =======  ========  ========  =========
-
-The other four are final. Every call may be repeated: an interrupted reader comes again with the
-same frames.
+Every call may be repeated: an interrupted reader comes again with the same frames.
 """
 
 from __future__ import annotations
@@ -44,14 +23,14 @@ BELL: tuple[Envelope, Message] = ((0, int(Channel.GREETING), _SAYS_NOTHING), (()
 
 
 class ConnectionState(Enum):
-    """The state of a connection, as far as the peer's frames tell."""
+    """What to expect of the peer. Only the first two states can change."""
 
-    UNUSED = "unused"
-    OPEN = "open"
-    LEFT = "left"
-    GIVEN_UP = "given up"
-    LOST = "lost"
-    SPOILED = "spoiled"
+    UNUSED = "unused"  # the peer dialled and has sent nothing
+    OPEN = "open"  # frames come and go
+    LEFT = "left"  # the peer has sent a farewell; nothing comes after it
+    GIVEN_UP = "given up"  # the peer closed it unused, and may dial again
+    LOST = "lost"  # the stream ended or broke without a farewell
+    SPOILED = "spoiled"  # the stream is invalid
 
 
 class StreamEvent(Enum):
@@ -147,8 +126,7 @@ class Protocol:
             borrow: Makes a parcel of a loan.
 
         Returns:
-            The messages, in order; and the violation that follows them, if any. Later frames are
-            dropped.
+            The messages before a farewell or violation, in order; and the violation, if any.
         """
         messages: list[Frame] = []
         for frame in frames:
@@ -190,12 +168,7 @@ class Protocol:
     # -- how it ended ------------------------------------------------------------------------------
 
     def end_of_stream(self, *, in_frame: bool, reason: str = "") -> RankwireError:
-        """Return the error that an end of the stream means in this state.
-
-        Args:
-            in_frame: Whether it came in the middle of a frame.
-            reason: What the stream says, if it broke.
-        """
+        """Return the error that the end of the stream, or ``reason`` if it broke, means now."""
         if self.state is ConnectionState.LEFT:
             return left(self._peer)
         if self.state in (ConnectionState.UNUSED, ConnectionState.GIVEN_UP):

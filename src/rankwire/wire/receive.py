@@ -24,11 +24,7 @@ PLACED_FROM = 64 << 10
 
 
 class Destination:
-    """Memory of a receiver for the bytes of one message.
-
-    Args:
-        view: Writable bytes. Their content is undefined until the message is complete.
-    """
+    """Memory for the bytes of one message; undefined until the message is complete."""
 
     __slots__ = ("view",)
 
@@ -72,20 +68,13 @@ class Placed:
 
 
 class LargePayload(NamedTuple):
-    """A payload that is too large for the parser's buffer, while it is received.
+    """A payload that is too large for the parser's buffer, while it is received."""
 
-    Attributes:
-        body: The memory that it is received into.
-        filled: How many bytes of ``body`` have come.
-        mac: The MAC of the bytes that have come, if the frame is sealed.
-        payload: The ``body``, or a ``Placed`` with the same memory.
-    """
-
-    body: bytearray | memoryview
+    body: bytearray | memoryview  # the memory that it is received into
     envelope: Envelope
-    filled: int
-    mac: FrameMac | None
-    payload: bytearray | Placed
+    filled: int  # how many bytes of the body have come
+    mac: FrameMac | None  # of the bytes that have come, if the frame is sealed
+    payload: bytearray | Placed  # the body, or a ``Placed`` with the same memory
 
     def plus(self, count: int) -> LargePayload:
         """Return this payload after ``count`` more bytes have come."""
@@ -138,7 +127,6 @@ class Receive:
     """A request for one message.
 
     Attributes:
-        envelope: The envelope that the message must have.
         nbytes: The size that it must have, if fixed; a message of another size fails the receive
             and stays for the next one.
         done: Whether ``payload`` or ``error`` is set.

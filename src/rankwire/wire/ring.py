@@ -129,13 +129,10 @@ class RingReader:
         Args:
             place: Total bytes read before.
             sequence: The sequence number.
-            frames: Receives the frames.
+            frames: Receives the frames, also those before an invalid record.
 
         Returns:
             Total bytes read now.
-
-        Raises:
-            ProtocolError: A record is invalid; ``frames`` has those before it.
         """
         written, data = self.words[WRITTEN], self._data
         if not 0 <= written - place <= _DATA_NBYTES:

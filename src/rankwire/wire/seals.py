@@ -80,11 +80,8 @@ class FrameMac:
 class SealInProgress:
     """Computes the seal of a large frame while the frame is being sent.
 
-    A signal may end its thread between any two bytecodes; continuing afterwards is safe.
-
-    Attributes:
-        seal: The memory of the seal, filled in at the end.
-        is_made: Whether it is filled in.
+    A signal may end its thread between any two bytecodes; continuing afterwards is safe. ``seal``
+    is filled in at the end; then ``is_made`` is set.
     """
 
     __slots__ = ("_rest", "is_made", "seal")
@@ -189,11 +186,7 @@ def make_seals(
 ) -> Seals | None:
     """Derive the seals of a connection from its handshake; None if frames are not sealed.
 
-    Args:
-        key: The handshake key.
-        transcript: The messages of the handshake, with both nonces.
-        protection: The agreed protection.
-        dialled: Whether this end dialled.
+    The transcript has both nonces; ``dialled`` says which end this is.
     """
     if not protection & Protection.SEALED:
         return None

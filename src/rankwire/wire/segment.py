@@ -39,12 +39,7 @@ SEGMENT_SIZES = range(_LINES, 1 << 34)
 
 
 def segment_nbytes(slots_nbytes: int, size: int) -> int:
-    """Return how much memory a segment takes; 0 if the slots would be too small.
-
-    Args:
-        slots_nbytes: Maximum for the slots of all ranks together.
-        size: Number of ranks.
-    """
+    """Return the size of a segment of ``size`` ranks; 0 if the slots would be too small."""
     slot = min(slots_nbytes // (2 * size) // _ALIGN * _ALIGN, _LARGEST_SLOT)
     return _slots_at(size) + 2 * size * slot if slot else 0
 
@@ -89,10 +84,7 @@ class Segment:
         self._behind = False  # whether others may not have published the last step yet
 
     def begin(self) -> bool:
-        """Begin the next step; return whether its slot can be written at once.
-
-        If not, wait until all other ranks have published the step before.
-        """
+        """Begin the next step; return False if all others must first publish the step before."""
         self.step += 1
         return not self._behind
 
