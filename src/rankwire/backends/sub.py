@@ -50,10 +50,7 @@ from rankwire.transports.shared_segment import SharedSegment
 from rankwire.wire.frames import Envelope, Message, Payload
 from rankwire.wire.receive import Destination
 
-# A thread that reads a connection for others too is not woken when its group closes: it looks up
-# this often. A receive that is taken back and posted again loses nothing.
-_LOOK_UP_EVERY = 0.25
-_CLOSE_PATIENCE = 4 * _LOOK_UP_EVERY
+_CLOSE_PATIENCE = 1.0  # seconds for receives under way: their readers look up every 0.1 s
 
 
 class SubBackend(Backend):
@@ -266,7 +263,7 @@ class SubBackend(Backend):
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
         take = partial(self._mesh.receive, self.world_rank_of(src), envelope, nbytes=nbytes)
-        return self.take_patiently(src, envelope, deadline, take)
+        return self.take(src, envelope, deadline, take)
 
     @override
     def expect(
@@ -285,7 +282,7 @@ class SubBackend(Backend):
             expected = self._mesh.expect_any(ranks, envelope, nbytes=nbytes)
         return SubExpectedFromAny(self, envelope, expected)
 
-    def take_patiently(
+    def take(
         self,
         src: int | None,
         envelope: Envelope,
@@ -294,15 +291,7 @@ class SubBackend(Backend):
     ) -> Payload:
         """Wait for a message of a rank of this group, or of any; errors name ranks of it."""
         with self._receiving(envelope[0]), self.translating(src):
-            while True:
-                patience = deadline.sooner(_LOOK_UP_EVERY)
-                try:
-                    payload = take(patience)
-                    break
-                except DeadlineExceededError:
-                    if patience is deadline:
-                        raise
-                    self._raise_if_closed()
+            payload = take(deadline)
         if isinstance(payload, Borrowed):  # read later, when its sender may be gone
             payload.translate = partial(self.ranks.adopt, None)
         return payload

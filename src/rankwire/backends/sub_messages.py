@@ -50,7 +50,7 @@ class SubExpected(Expected):
 
     def take(self, deadline: Deadline) -> Payload:
         """Return it; errors name ranks of the group."""
-        return self._group.take_patiently(self._src, self._envelope, deadline, self._expected.take)
+        return self._group.take(self._src, self._envelope, deadline, self._expected.take)
 
     def give_up(self) -> None:
         """Expect it no more."""
@@ -73,7 +73,7 @@ class SubExpectedFromAny(ExpectedFromAny):
     def take(self, deadline: Deadline) -> Payload:
         """Return it; errors name ranks of the group."""
         take = self._expected.take
-        payload = self._group.take_patiently(None, self._envelope, deadline, take)
+        payload = self._group.take(None, self._envelope, deadline, take)
         source = self._expected.source
         self.source = self._group.ranks.find(source)
         return payload
