@@ -1,4 +1,4 @@
-"""When a rank is started anew, and how often, without a process."""
+"""When and how often a rank is restarted, without a process."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the launcher says of a rank that others wait for in vain, and how little of an interrupt."""
+"""What the launcher prints about a rank that holds up others, and about an interrupt."""
 
 import re
 import signal

@@ -30,7 +30,7 @@ def refused(path, match):
         write(path)
 
 
-def test_the_folder_is_made_and_an_old_log_begins_anew(tmp_path):
+def test_the_folder_is_made_and_an_old_log_is_replaced(tmp_path):
     path = tmp_path / "a" / "b"
     assert write(path, b"the first, which is longer\n") == b"the first, which is longer\n"
     assert write(path, b"the second\n") == b"the second\n"

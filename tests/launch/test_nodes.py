@@ -184,7 +184,7 @@ def test_a_reader_that_is_away_misses_no_line_of_another_node(hosts):
     assert numbers_of_lines(stdout) == list(range(4000))
 
 
-def test_lines_that_nobody_took_when_the_job_was_told_to_end_are_counted(hosts):
+def test_lines_that_no_reader_took_when_the_job_was_told_to_end_are_counted(hosts):
     body = f"{TALK}print('all said', file=sys.stderr)\nsignal.pause()"
     launched = hosts.start(body, ranks=(1, 1), ready=False)
     for host in launched:
@@ -295,7 +295,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_all_hosts_start_anew_after_a_failure(hosts):
+def test_all_hosts_restart_after_a_failure(hosts):
     launched = hosts.start(
         CONNECT
         + """
@@ -568,7 +568,7 @@ def test_a_host_without_the_files_of_its_ranks_ends_the_job(hosts, tls_dir, tmp_
     assert stdout == ""
 
 
-def test_a_rank_of_another_host_is_started_anew_there(hosts):
+def test_a_rank_of_another_host_is_restarted_there(hosts):
     launched = hosts.start(
         """
 import threading
@@ -597,7 +597,7 @@ with rankwire.connect(timeout=30.0) as backend:
     assert ", on node 1" in ends[0][2]
 
 
-def test_all_ranks_of_another_host_are_started_anew_and_the_last_failure_ends_all(hosts):
+def test_all_ranks_of_another_host_are_restarted_and_the_last_failure_ends_all(hosts):
     launched = hosts.start(
         """
 import rankwire

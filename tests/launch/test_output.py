@@ -95,7 +95,7 @@ def test_what_the_launcher_says(harness):
     assert harness.output.last_errors(9) == []
 
 
-def test_ranks_wait_for_an_output_that_nobody_reads(harness):
+def test_ranks_wait_for_an_output_without_a_reader(harness):
     out, err = harness.attach(0)
     os.set_blocking(out, False)
     line = b"x" * 99 + b"\n"
@@ -252,7 +252,7 @@ def test_an_error_that_another_rank_has_printed_is_printed_later_if_the_rank_goe
     ]
 
 
-def test_a_rank_that_is_started_anew_prints_the_error_of_another_again(harness):
+def test_a_rank_that_is_restarted_prints_the_error_of_another_again(harness):
     for rank in (0, 1, 1):
         harness.output.detach(rank)
         os.write(harness.attach(rank)[1], ERROR)

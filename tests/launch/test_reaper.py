@@ -28,7 +28,7 @@ def test_ranks_and_what_was_adopted_is_ended_when_the_launcher_is_gone():
     reaper.close()
 
 
-def test_nobody_is_ended_when_all_have_ended():
+def test_no_process_is_ended_when_all_have_ended():
     rank = start()
     with Reaper(0.1) as reaper:
         reaper.watch(rank.pid, None)

@@ -1,4 +1,4 @@
-"""Ranks that are killed and started anew: real launchers, real processes, real signals.
+"""Ranks that are killed and restarted: real launchers, real processes, real signals.
 
 Every rank calls and writes to every other all the time, checks what it gets, and leaves in a file
 whom it has reached. The test kills ranks at random moments and waits until all reach all again.
@@ -136,7 +136,7 @@ def assert_quiet(job: Job) -> None:
     assert stderr.splitlines() == again
 
 
-def test_rank_0_is_started_anew_as_any_other(job):
+def test_rank_0_is_restarted_as_any_other(job):
     job = job(3)
     job.kill(0)
     job.settle()
@@ -255,7 +255,7 @@ def test_a_rank_that_ends_well_is_not_started_again(run):
     assert done.stderr == ""
 
 
-def test_a_rank_that_fails_before_the_world_has_formed_is_started_anew_too(run):
+def test_a_rank_that_fails_before_the_world_has_formed_is_restarted_too(run):
     done = run(
         """
 import rankwire
@@ -324,7 +324,7 @@ with rankwire.connect(timeout=20.0) as backend:
     assert "stopped:" not in done.stderr
 
 
-def test_with_continue_nobody_waits_for_a_rank_that_failed_before_it_joined(run):
+def test_with_continue_no_rank_waits_for_a_rank_that_failed_before_it_joined(run):
     begin = time.monotonic()
     done = run(
         """

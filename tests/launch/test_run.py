@@ -441,7 +441,7 @@ def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
 
 
 @pytest.mark.slow
-def test_who_fell_in_an_earlier_world_is_not_blamed_for_what_happens_in_the_next(run):
+def test_a_rank_that_failed_in_an_earlier_world_is_not_blamed_for_what_happens_in_the_next(run):
     done = run(
         """
 import contextlib, rankwire
@@ -590,7 +590,7 @@ def test_a_second_ctrl_c_kills(start):
 
 
 @pytest.mark.fault(54, "when the launcher is killed its ranks end too")
-def test_a_killed_launcher_leaves_no_one(start):
+def test_a_killed_launcher_leaves_no_process(start):
     launched = start(
         """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -607,7 +607,7 @@ print("pid", child.pid)
 
 
 @pytest.mark.fault(54, "when launcher and reaper are killed together the ranks end too")
-def test_a_launcher_that_is_killed_with_its_reaper_leaves_no_one(start):
+def test_a_launcher_that_is_killed_with_its_reaper_leaves_no_process(start):
     launched = start(
         """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -640,7 +640,7 @@ def test_no_process_of_a_job_has_the_secret_of_the_launchers_caller_in_its_envir
     launched.wait()
 
 
-def test_a_killed_launcher_leaves_no_one_in_another_session(start):
+def test_a_killed_launcher_leaves_no_process_in_another_session(start):
     launched = start(LEAVING + SLEEP, "--grace", "0.3", ranks=1, pids=3)
     time.sleep(2.0)  # orphans are looked for about once a second
     launched.process.kill()
@@ -648,7 +648,7 @@ def test_a_killed_launcher_leaves_no_one_in_another_session(start):
 
 
 @pytest.mark.slow
-def test_nobody_reads_our_output(start):
+def test_the_reader_of_our_output_is_gone(start):
     launched = start("\nready()\nwhile True: print('x' * 1000)", "--grace", "0.5")
     time.sleep(0.3)  # enough to fill every pipe on the way
     launched.send(signal.SIGTERM)
@@ -705,7 +705,7 @@ if os.environ["RANKWIRE_RESTART_COUNT"] == "0": sys.exit(1)
 # -- starting anew -------------------------------------------------------------------------------
 
 
-def test_all_ranks_are_started_anew_after_a_failure(run, tmp_path):
+def test_all_ranks_are_restarted_after_a_failure(run, tmp_path):
     done = run(
         """
 import rankwire
@@ -731,7 +731,7 @@ with rankwire.connect() as backend:
 
 
 @pytest.mark.slow
-def test_a_restart_blames_nobody_who_fell_because_a_rank_never_joined(run):
+def test_a_restart_blames_no_rank_that_failed_because_a_rank_never_joined(run):
     done = run(
         """
 import rankwire

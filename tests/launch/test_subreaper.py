@@ -73,7 +73,7 @@ def test_ranks_are_not_collected(subreaper):
     assert process.wait() == 3
 
 
-def test_where_children_cannot_be_listed_nobody_is_a_stray(monkeypatch, bystander):
+def test_where_children_cannot_be_listed_nothing_is_found(monkeypatch, bystander):
     monkeypatch.setattr(module, "_can_list_children", lambda: False)
     subreaper = Subreaper(Told())
     assert not subreaper.is_adopting

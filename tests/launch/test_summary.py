@@ -1,4 +1,4 @@
-"""Who is to blame, and what is shown of it."""
+"""Which rank is to blame, and what is shown of its output."""
 
 import signal
 
@@ -39,7 +39,7 @@ def test_a_loss_that_was_only_logged_explains_nothing():
     assert not Failure(2, Ending(code=1), ["PeerLostError: seen"]).is_consequence
 
 
-def test_the_one_line_of_a_rank_that_fell_because_of_another_counts():
+def test_the_one_line_of_a_rank_that_failed_because_of_another_counts():
     assert Failure(0, Ending(code=1), ["x", "failed because of rank 2: y"]).is_consequence
     assert not Failure(0, Ending(code=1), ["failed because of rank 2: y", "x"]).is_consequence
 
@@ -51,7 +51,7 @@ def test_a_traceback_of_several_errors_is_one():
     assert failure.excerpt == printed
 
 
-def test_who_was_killed_lost_nobody():
+def test_a_killed_rank_lost_no_other():
     killed = Failure(2, Ending(signal=signal.SIGKILL), LOST.errors)
     assert first_failure([LOST, killed]) is killed
 

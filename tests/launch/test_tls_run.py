@@ -121,7 +121,7 @@ def test_a_job_inside_a_job_has_tls_only_if_asked_for(run, tls_dir, tmp_path, in
     assert done.stdout == f"RANKWIRE_TLS_DIR\n{inner}\n", done.stderr
 
 
-def test_a_rank_that_is_started_anew_joins_inside_tls(run, tls_dir):
+def test_a_rank_that_is_restarted_joins_inside_tls(run, tls_dir):
     done = run(
         """
 import threading

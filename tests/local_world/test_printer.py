@@ -37,7 +37,7 @@ def test_a_text_is_printed_by_the_thread_that_waits(monkeypatch):
     assert stream.written == [("MainThread", "one\n")]
 
 
-def test_a_text_is_printed_at_once_if_nobody_waits(capsys):
+def test_a_text_is_printed_at_once_if_no_thread_waits(capsys):
     printer = Printer()
     printer.put("stderr", "two\n")
     printer.put("stdout", "three\n")
@@ -57,7 +57,7 @@ def test_a_wait_ends_when_its_time_has_passed():
     assert not Printer().print_until(lambda: False, 0.01)
 
 
-def test_a_screen_that_is_closed_harms_nobody(monkeypatch):
+def test_a_screen_that_is_closed_does_no_harm(monkeypatch):
     class Closed(Stream):
         def write(self, text):
             raise ValueError("I/O operation on closed file")
