@@ -101,7 +101,7 @@ NOT_BEHIND_THE_DOOR = {
 # Runs as a script, with nothing but the standard library.
 WITHOUT_THE_PACKAGE = SOURCE / "launch" / "reaper.py"
 # What a rank asks its launcher and its resolver, before there is a world.
-BEFORE_A_WORLD = {SOURCE / "rendezvous" / name for name in ("handover.py", "rank_zero.py")}
+BEFORE_A_WORLD = {SOURCE / "rendezvous" / name for name in ("secret.py", "reachability.py")}
 # What runs code, or makes objects of any class, out of bytes.
 PICKLE_LIKE = {
     "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml",
@@ -258,7 +258,7 @@ WAITS_OF_THE_SYSTEM = {
     "links/event_thread.py": "a selector of control connections",
     "links/acceptor.py": "names the events of that selector",
     "transports/wakeup.py": "names the events of that selector, and of a launcher's",
-    "rendezvous/handover.py": "names the events of a launcher's selector",
+    "rendezvous/secret.py": "names the events of a launcher's selector",
     **dict.fromkeys(
         (
             "launch/child.py",
@@ -282,7 +282,7 @@ NAMES_OF_POLLS = {
 OWN_WAITS = {
     "clock.py": "it is the clock",
     "launch/reaper.py": "runs as a script with nothing but the standard library",
-    "rendezvous/handover.py": "a process asks its launcher over a socket, before there is a world",
+    "rendezvous/secret.py": "a process asks its launcher over a socket, before there is a world",
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",

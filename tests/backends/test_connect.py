@@ -12,7 +12,7 @@ from rankwire.backends import connect as connect_module
 from rankwire.backends.connect import connect
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
-from rankwire.rendezvous.handover import Handover
+from rankwire.rendezvous.secret import SecretServer
 from rankwire.transports.security import Tls
 
 VARIABLES = {
@@ -53,7 +53,7 @@ def launched(told, monkeypatch):
 @contextlib.contextmanager
 def launcher_of(process):
     """Serve a process as its launcher does; yields the socket that it inherits."""
-    handover = Handover(b"s" * 32)
+    handover = SecretServer(b"s" * 32)
     is_over = threading.Event()
     with selectors.PollSelector() as selector:
         handover.serve(selector, process)

@@ -28,8 +28,8 @@ from rankwire.errors import (
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
 from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK
+from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.launchers import LAUNCH_JOB
-from rankwire.rendezvous.standalone import CoordinatorHost
 from rankwire.transports.security import UNPROTECTED, choose_policy, files_of
 from rankwire.transports.sockets import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import (

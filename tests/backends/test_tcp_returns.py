@@ -20,7 +20,7 @@ from rankwire.errors import (
 )
 from rankwire.links.dialer import authenticate
 from rankwire.rendezvous.coordinator import Told
-from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.transports.security import UNPROTECTED
 from rankwire.transports.sockets import TcpAddress, connect_tcp
 from rankwire.wire.handshake import Purpose

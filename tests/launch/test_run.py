@@ -61,7 +61,7 @@ def test_what_a_rank_is_told(run):
     done = run(
         """
 import socket, hashlib
-from rankwire.rendezvous.handover import ask_for_secret
+from rankwire.rendezvous.secret import ask_for_secret
 secret = ask_for_secret(int(os.environ["RANKWIRE_SECRET_FD"]), named="fd")
 seen = b"".join(open(f"/proc/{pid}/{name}", "rb").read()
                 for pid in ("self", os.getppid()) for name in ("environ", "cmdline"))

@@ -3,7 +3,7 @@
 import pytest
 
 from rankwire.errors import AuthenticationError, NoConnectionError
-from rankwire.rendezvous.attempts import Attempts
+from rankwire.rendezvous.join import Attempts
 from rankwire.transports.sockets import TcpAddress
 from real_time import Deadline
 

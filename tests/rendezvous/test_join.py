@@ -23,7 +23,7 @@ from rankwire.errors import (
     VersionMismatchError,
 )
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.join import Joining
+from rankwire.rendezvous.join import Joiner
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.transports.sockets import TcpAddress
 from rankwire.wire.control_messages import (
@@ -203,7 +203,7 @@ def join_as(
     def describe(host: str) -> Member:
         return Member(rank, 77, host, 4001, "", "host")
 
-    found, control, *_ = Joining(
+    found, control, *_ = Joiner(
         door.address,
         hello,
         find_key=find_key,

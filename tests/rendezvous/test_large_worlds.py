@@ -16,7 +16,7 @@ import pytest
 from rankwire.clock import REAL_TIME
 from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator import Told
-from rankwire.rendezvous.standalone import CoordinatorHost
+from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.transports import sockets
 from rankwire.transports.security import UNPROTECTED
 from rankwire.transports.sockets import TcpAddress, connect_tcp
@@ -38,7 +38,7 @@ JOINERS = textwrap.dedent(
     from rankwire.deadline import Deadline
     from rankwire.transports.sockets import TcpAddress
     from rankwire.wire.control_messages import Member
-    from rankwire.rendezvous.join import Joining
+    from rankwire.rendezvous.join import Joiner
     from rankwire.rendezvous.runtime_dir import host_id
     from rankwire.wire.handshake import LAUNCHER, Hello, Initiator, Purpose, job_id
     from rankwire.wire.keys import rank_key
@@ -53,7 +53,7 @@ JOINERS = textwrap.dedent(
     def join(rank):
         slow.seconds = 0.05 * (rank % 2)
         try:
-            world, control, _ = Joining(
+            world, control, _ = Joiner(
                 TcpAddress.parse(address),
                 Hello(Purpose.JOIN, job_id("large"), 0, world_size, rank, LAUNCHER),
                 find_key=lambda: rank_key(secret.encode(), rank),

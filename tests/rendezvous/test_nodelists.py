@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.rendezvous.nodelists import expand_nodes, expand_nodes_of_open_mpi
+from rankwire.rendezvous.schedulers import expand_nodes, expand_nodes_of_open_mpi
 
 
 @pytest.mark.parametrize(

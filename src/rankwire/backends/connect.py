@@ -30,8 +30,7 @@ from rankwire.environment import DEBUG_RANK
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.fork import renew_in_child
 from rankwire.observe.tracebacks import install
-from rankwire.rendezvous.handover import ask_for_secret
-from rankwire.rendezvous.rank_zero import find_rank_0, own_address
+from rankwire.rendezvous.reachability import find_rank_0, own_address
 from rankwire.rendezvous.schedulers import (
     HYDRA_JOB,
     OURS,
@@ -39,6 +38,7 @@ from rankwire.rendezvous.schedulers import (
     find_assignment,
     read_integer,
 )
+from rankwire.rendezvous.secret import ask_for_secret
 from rankwire.transports.listening import ListeningPlace
 from rankwire.transports.security import Tls, files_of
 from rankwire.wire.keys import RankKey

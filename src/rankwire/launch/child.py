@@ -27,7 +27,7 @@ from rankwire.launch import debug
 from rankwire.launch.reaper import DEAD, families, send_signal
 from rankwire.observe import tracebacks
 from rankwire.rendezvous import schedulers
-from rankwire.rendezvous.handover import Handover
+from rankwire.rendezvous.secret import SecretServer
 from rankwire.wire.keys import rank_key
 
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
@@ -159,7 +159,7 @@ class Child:
         self.rank = rank
         self.ending: Ending | None = None
         self.has_terminal = rank == debugged
-        self._handover = Handover(rank_key(world.secret, rank, incarnation))
+        self._handover = SecretServer(rank_key(world.secret, rank, incarnation))
         secret_fd = self._handover.theirs.fileno()
         try:
             variables = {

@@ -31,9 +31,9 @@ from rankwire.launch.run_options import MAKE_A_SECRET, RunOptions
 from rankwire.launch.subreaper import Subreaper
 from rankwire.observe.tracebacks import is_everything_printed
 from rankwire.rendezvous import open_files
+from rankwire.rendezvous.coordinator_host import bind
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
-from rankwire.rendezvous.standalone import bind
 from rankwire.transports.security import Policy, choose_policy, files_of
 from rankwire.transports.sockets import TcpAddress
 

@@ -44,13 +44,11 @@ from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous import open_files
 from rankwire.rendezvous.attendance import Answers, Attendance
-from rankwire.rendezvous.control_channel import tell
+from rankwire.rendezvous.control_protocol import Standing, objection, tell
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reachability import Reachability
-from rankwire.rendezvous.returning import Returning
-from rankwire.rendezvous.rights import Standing, objection
 from rankwire.rendezvous.roll import Roll
-from rankwire.rendezvous.roster import FormedWorld, Roster
+from rankwire.rendezvous.roster import FormedWorld, Rejoins, Roster
 from rankwire.texts import name_ranks
 from rankwire.transports.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.wire.control_messages import (
@@ -175,7 +173,7 @@ class Coordinator:
         self._asked: dict[int, bool] = {}  # what they do, each once; whether they have said it
         self._attendance = Attendance()
         self._world: FormedWorld | None = None
-        self._returning = Returning()
+        self._rejoins = Rejoins()
         self._roll = Roll(world_size)
         self._state = _State.FORMING
         self._changed = runtime.Condition()
@@ -201,7 +199,7 @@ class Coordinator:
                 text = "a second process says that it is rank %d; process %s was first"
                 _log.warning(text, hello.rank, first)
             return Status.DUPLICATE_RANK, holder.pid if holder else 0
-        is_back = self._state is _State.FORMED and self._returning.is_expected(hello.rank)
+        is_back = self._state is _State.FORMED and self._rejoins.is_expected(hello.rank)
         if self._state is not _State.FORMING and not is_back:
             return Status.NOT_EXPECTED, 0
         return Status.WELCOME, 0
@@ -215,7 +213,7 @@ class Coordinator:
         )
         self._controls[rank] = connection
         if self._state is _State.FORMED:
-            self._returning.enter(rank)
+            self._rejoins.enter(rank)
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
@@ -270,7 +268,7 @@ class Coordinator:
                     self._joining.add(rank)
                     self._reachability.check(self._controls[rank], message)
                 case Known():
-                    self._returning.know(rank, message.rank, message.incarnation)
+                    self._rejoins.know(rank, message.rank, message.incarnation)
                     self._welcome_back()
                 case Notice() | AgentSays():
                     self.take_report(rank, message)
@@ -305,7 +303,7 @@ class Coordinator:
 
     def _is_member(self, rank: int) -> bool:
         """Whether a rank that is connected is in the world: it has formed, and it knows it."""
-        return self._state is _State.FORMED and not self._returning.is_under_way(rank)
+        return self._state is _State.FORMED and not self._rejoins.is_under_way(rank)
 
     def _answered(self, connection: Connection, join: Join, trouble: str) -> None:
         """Let a rank in if others can connect to it."""
@@ -322,8 +320,8 @@ class Coordinator:
     def _join(self, member: Member, patience: Patience) -> None:
         incarnation = self._incarnation_of(member.rank)
         member = msgspec.structs.replace(member, incarnation=incarnation)
-        if self._returning.is_under_way(member.rank):
-            self._returning.queue(member)
+        if self._rejoins.is_under_way(member.rank):
+            self._rejoins.queue(member)
             self._welcome_back()
             return
         with self._changed:
@@ -376,7 +374,7 @@ class Coordinator:
         self._given_up.discard(rank)
         self._fallen.discard(rank)
         if self._state is _State.FORMED:
-            self._returning.expect(rank)
+            self._rejoins.expect(rank)
 
     def _welcome_back(self) -> None:
         """Take those who have come back some steps further, as far as they can go now."""
@@ -384,12 +382,12 @@ class Coordinator:
         assert world is not None
         while True:
             knowing = [rank for rank in self._members() if rank not in self._given_up]
-            if (member := self._returning.announce(knowing)) is not None:
+            if (member := self._rejoins.announce(knowing)) is not None:
                 world.take_back(member)
                 self._told.on_joined(member)
                 for rank, connection in self._members().items():
                     tell(connection, world.joined_as_told_to(rank, member))
-            if (member := self._returning.complete()) is None:
+            if (member := self._rejoins.complete()) is None:
                 return
             self._let_in_again(member.rank, world)
 
@@ -407,7 +405,7 @@ class Coordinator:
         return {
             rank: connection
             for rank, connection in self._controls.items()
-            if not self._returning.is_under_way(rank)
+            if not self._rejoins.is_under_way(rank)
         }
 
     # -- afterwards --------------------------------------------------------------------------------
@@ -428,7 +426,7 @@ class Coordinator:
         self._silence.forget(gone.rank)
         self._given_up.add(gone.rank)
         self.report(gone)
-        self._returning.excuse(gone.rank)
+        self._rejoins.excuse(gone.rank)
         self._welcome_back()
 
     def take_report(self, rank: int, message: Notice | AgentSays) -> None:
@@ -482,13 +480,13 @@ class Coordinator:
             return
         self._silence.forget(rank)
         self._asked.pop(rank, None)
-        is_on_its_way = self._returning.is_under_way(rank)
-        is_unknown = is_on_its_way and not self._returning.fall_back(rank)
+        is_on_its_way = self._rejoins.is_under_way(rank)
+        is_unknown = is_on_its_way and not self._rejoins.fall_back(rank)
         if rank not in self._given_up and not is_unknown:
             orderly = isinstance(error, ChannelClosedError) and not is_on_its_way
             reason = "" if orderly else self._told.ending_of(rank)
             self.report(Gone(rank, reason or getattr(error, "reason", error.message), orderly))
-        self._returning.excuse(rank)
+        self._rejoins.excuse(rank)
         self._welcome_back()
 
     def silences(self) -> dict[int, float]:

@@ -23,7 +23,7 @@ from rankwire.errors import ConfigurationError
 from rankwire.fork import guard
 from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.rendezvous.coordinator import Coordinator, Told
-from rankwire.rendezvous.join import Joining
+from rankwire.rendezvous.join import Joiner
 from rankwire.rendezvous.membership import Membership
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
@@ -122,7 +122,7 @@ class Formation:
             self._join(deadline)
 
     def _join(self, deadline: Deadline) -> None:
-        world, control, rest = Joining(
+        world, control, rest = Joiner(
             self.address,
             self.hello(Purpose.JOIN, LAUNCHER if self.has_coordinator else 0),
             find_key=self._find_key,

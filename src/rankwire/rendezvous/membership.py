@@ -13,7 +13,7 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import PeerUnresponsiveError, RankwireError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.control_channel import tell
+from rankwire.rendezvous.control_protocol import tell
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.wire.control_messages import (
     AgentAnswer,

@@ -5,7 +5,7 @@ Pure: nothing is sent here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -124,3 +124,71 @@ class Roster:
         self.members.pop(rank, None)
         if self.deadline is not None and is_last_moment(self.deadline):
             self._gave_up.add(rank)
+
+
+class Rejoins:
+    """Who may come back, and how far they are. One thread."""
+
+    def __init__(self) -> None:
+        self._expected: set[int] = set()
+        self._entered: set[int] = set()
+        self._queue: list[Member] = []
+        self._announced: Member | None = None
+        self._witnesses: set[int] = set()  # members that have not said that they know it
+
+    def expect(self, rank: int) -> None:
+        """A new process of a rank was started: it may come."""
+        self._expected.add(rank)
+
+    def is_expected(self, rank: int) -> bool:
+        """Whether a rank may come in."""
+        return rank in self._expected
+
+    def is_under_way(self, rank: int) -> bool:
+        """Whether a rank has come in, and does not know the world yet."""
+        return rank in self._entered
+
+    def enter(self, rank: int) -> None:
+        """Its control connection stands."""
+        self._entered.add(rank)
+
+    def queue(self, member: Member) -> None:
+        """It has said where it listens, and can be reached there."""
+        self._queue.append(member)
+
+    def announce(self, members: Iterable[int]) -> Member | None:
+        """Return the next one to tell these members of; None if there is none, or it is early."""
+        if self._announced is not None or not self._queue:
+            return None
+        self._announced = self._queue.pop(0)
+        self._witnesses = set(members)
+        return self._announced
+
+    def know(self, witness: int, rank: int, incarnation: int) -> None:
+        """A member says that it knows a rank that was announced."""
+        announced = self._announced
+        if announced is not None and (announced.rank, announced.incarnation) == (rank, incarnation):
+            self._witnesses.discard(witness)
+
+    def complete(self) -> Member | None:
+        """Return the one that all members know, once: from now on it is one of them."""
+        member = self._announced
+        if member is None or self._witnesses:
+            return None
+        self._announced = None
+        self._entered.discard(member.rank)
+        self._expected.discard(member.rank)
+        return member
+
+    def excuse(self, rank: int) -> None:
+        """A member is lost: nobody waits for its word."""
+        self._witnesses.discard(rank)
+
+    def fall_back(self, rank: int) -> bool:
+        """A rank has gone on its way back; return whether members were told of it."""
+        self._entered.discard(rank)
+        self._queue = [member for member in self._queue if member.rank != rank]
+        if self._announced is None or self._announced.rank != rank:
+            return False
+        self._announced = None
+        return True

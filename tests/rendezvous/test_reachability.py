@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from rankwire.errors import RendezvousError
-from rankwire.rendezvous import rank_zero
-from rankwire.rendezvous.rank_zero import find_rank_0, own_address
+from rankwire.rendezvous import reachability
+from rankwire.rendezvous.reachability import find_rank_0, own_address
 from real_time import Deadline
 from worlds import bound_socket
 
@@ -35,7 +35,7 @@ def test_all_addresses_are_named_when_nobody_listens():
 
 
 def test_rank_0_takes_its_own_address_that_others_can_reach(monkeypatch):
-    monkeypatch.setattr(rank_zero, "_is_here", lambda host: host == "10.1.2.3")
+    monkeypatch.setattr(reachability, "_is_here", lambda host: host == "10.1.2.3")
     found = own_address(["127.0.1.1:5", "no-such-host.invalid:5", "10.9.9.9:5", "10.1.2.3:5"])
     assert found == "10.1.2.3:5"
     assert own_address(["127.0.1.1:5", "10.9.9.9:5"]) == "127.0.1.1:5"

@@ -2,7 +2,7 @@
 
 import random
 
-from rankwire.rendezvous.returning import Returning
+from rankwire.rendezvous.roster import Rejoins
 from rankwire.wire.control_messages import Member
 
 
@@ -17,7 +17,7 @@ def came(returning, rank, incarnation=1):
 
 
 def test_nobody_is_expected_who_was_not_started_anew():
-    returning = Returning()
+    returning = Rejoins()
     assert not returning.is_expected(1)
     returning.expect(1)
     assert returning.is_expected(1)
@@ -25,7 +25,7 @@ def test_nobody_is_expected_who_was_not_started_anew():
 
 
 def test_a_rank_is_a_member_when_all_members_know_it():
-    returning = Returning()
+    returning = Rejoins()
     came(returning, 1)
     assert returning.is_under_way(1)
     assert returning.announce([0, 2]) == member(1)
@@ -41,7 +41,7 @@ def test_a_rank_is_a_member_when_all_members_know_it():
 
 
 def test_a_word_about_an_earlier_incarnation_does_not_count():
-    returning = Returning()
+    returning = Rejoins()
     came(returning, 1, incarnation=2)
     assert returning.announce([0]) == member(1, 2)
     returning.know(0, 1, 1)
@@ -52,7 +52,7 @@ def test_a_word_about_an_earlier_incarnation_does_not_count():
 
 
 def test_a_member_that_is_lost_meanwhile_is_not_waited_for():
-    returning = Returning()
+    returning = Rejoins()
     came(returning, 1)
     returning.announce([0, 2])
     returning.know(0, 1, 1)
@@ -61,14 +61,14 @@ def test_a_member_that_is_lost_meanwhile_is_not_waited_for():
 
 
 def test_with_nobody_there_a_rank_is_a_member_at_once():
-    returning = Returning()
+    returning = Rejoins()
     came(returning, 1)
     assert returning.announce([]) == member(1)
     assert returning.complete() == member(1)
 
 
 def test_ranks_come_back_one_after_the_other():
-    returning = Returning()
+    returning = Rejoins()
     came(returning, 1)
     came(returning, 2)
     assert returning.announce([0]) == member(1)
@@ -79,7 +79,7 @@ def test_ranks_come_back_one_after_the_other():
 
 
 def test_who_goes_on_the_way_back_may_begin_again():
-    returning = Returning()
+    returning = Rejoins()
     returning.expect(1)
     returning.enter(1)
     assert not returning.fall_back(1)  # it had not said where it is
@@ -100,7 +100,7 @@ def test_in_whatever_order_things_happen_everyone_is_let_in_once_and_alone():
     """A model of kills and words in random order; whoever is left at the end comes in."""
     for seed in range(200):
         chance = random.Random(seed)
-        returning, members, told = Returning(), {0, 1, 2, 3}, None
+        returning, members, told = Rejoins(), {0, 1, 2, 3}, None
         awaited: set[int] = set()
         for _ in range(60):
             rank = chance.randrange(4)

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from rankwire.rendezvous import rights
-from rankwire.rendezvous.rights import Standing, objection
+from rankwire.rendezvous import control_protocol as rights
+from rankwire.rendezvous.control_protocol import Standing, objection
 from rankwire.wire.control_messages import (
     AgentAnswer,
     AgentSays,

@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.links.connection import Connection
 from rankwire.wire.control_messages import (
+    CONTROL,
     SHORTEST_FAIL_AFTER,
     AgentAnswer,
     AgentSays,
@@ -31,6 +35,7 @@ from rankwire.wire.control_messages import (
     Suspected,
     Waiting,
     World,
+    pack,
 )
 from rankwire.wire.notices import Notice
 
@@ -133,3 +138,17 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     AgentAnswer: _never("what has become of agents"),
     Suspected: _never("that a rank is suspected"),
 }
+
+
+def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE) -> None:
+    """Send a control message; without a deadline one that is small, without waiting.
+
+    If the other end does not take it, the connection fails. Beats and notices are left out instead:
+    another beat follows, and a rank asks again before its time is up.
+    """
+    payload = pack(message)
+    try:
+        connection.send(CONTROL, ([payload], len(payload)), deadline)
+    except RankwireError as error:
+        if not (isinstance(message, Beat | Notice) and isinstance(error, DeadlineExceededError)):
+            connection.fail(error)

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.rendezvous.handover import Handover, ask_for_secret
+from rankwire.rendezvous.secret import SecretServer, ask_for_secret
 
 SECRET = b"s" * 32
 # A rank that looks at the socket, by itself and by children that inherit it.
 ASK = """
 import os, sys
 from rankwire.errors import ConfigurationError
-from rankwire.rendezvous.handover import ask_for_secret
+from rankwire.rendezvous.secret import ask_for_secret
 try:
     print(ask_for_secret(os.dup(int(sys.argv[1])), named="fd").decode(), flush=True)
 except ConfigurationError as error:
@@ -26,7 +26,7 @@ except ConfigurationError as error:
 
 @pytest.fixture
 def handover():
-    made = Handover(SECRET)
+    made = SecretServer(SECRET)
     yield made
     made.close()
 
