@@ -217,7 +217,7 @@ def test_a_launcher_that_is_gone_or_started_another_process(launched, monkeypatc
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     monkeypatch.setenv("RANKWIRE_SECRET_FD", str(theirs.detach()))
-    with pytest.raises(ConfigurationError, match="cannot be had from RANKWIRE_SECRET_FD"):
+    with pytest.raises(ConfigurationError, match="cannot be read from RANKWIRE_SECRET_FD"):
         connect()
     with launcher_of(os.getpid() + 1) as fd:
         monkeypatch.setenv("RANKWIRE_SECRET_FD", str(fd))

@@ -59,7 +59,7 @@ def test_it_is_told_once(handover):
     first, second = run_rank(handover, ASK + ASK)
     assert first == SECRET.decode()
     # Its end of the socket is closed, before or while it is asked.
-    assert "cannot be had" in second or "it tells it once" in second
+    assert "cannot be read" in second or "it gives it once" in second
 
 
 def test_nothing_lies_in_the_socket_for_a_child_and_no_child_is_told(handover):

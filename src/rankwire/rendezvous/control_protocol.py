@@ -1,12 +1,9 @@
-"""What a rank may say to the coordinator: of itself anything, of others nothing. Pure: a table.
+"""Send control messages, and check which of them a rank may send to the coordinator.
 
-A control connection is bound to its rank by the handshake. A rank that says there what only the
-coordinator may say, or speaks of another rank, is broken or was taken over: the coordinator gives
-it up and tells all others why. One verdict is a rank's own, that the coordinator has been silent
-for too long. It counts only if the coordinator finds by its own clock that it did not run; so no
-rank can end a world by a word.
-
-The coordinator is believed by all: it knows who is who, and no rank could check what it says.
+The handshake binds a control connection to its rank. A rank may report only about itself; if it
+sends anything else, the coordinator gives it up and tells the others why. One exception: a rank may
+report that the coordinator was silent for too long, which counts only if the coordinator's own
+clock confirms it. Ranks trust the coordinator: they could not check what it says.
 """
 
 from __future__ import annotations
@@ -41,17 +38,17 @@ from rankwire.wire.notices import Notice
 
 
 class Standing(NamedTuple):
-    """Who speaks, and when.
+    """Describes the sender of a control message.
 
     Attributes:
-        rank: The rank that the handshake of its connection has proved.
-        has_joined: Whether it has said already where it listens.
-        is_formed: Whether it is in a world that has formed; one that comes back to it is not yet.
+        rank: The rank that the handshake has authenticated.
+        has_joined: Whether it has already sent ``Join``.
+        is_formed: Whether it is a member of a formed world; a rank that rejoins is not yet.
         coordinator: The coordinator's rank, or -1.
-        was_absent: Whether the coordinator did not run lately, for so long that ranks may have
+        was_absent: Whether the coordinator was recently stopped for so long that ranks may have
             given it up.
-        has_fallen: Whether it has said already that it falls.
-        was_asked: Whether it was asked what it does, and has not said so yet.
+        has_fallen: Whether it has already sent ``Fallen``.
+        was_asked: Whether it has not yet answered an ``Ask``.
     """
 
     rank: int
@@ -64,7 +61,7 @@ class Standing(NamedTuple):
 
 
 def objection(message: Message, by: Standing) -> str:
-    """Return why a rank may not say this now, or an empty text."""
+    """Return why a rank may not send this message now, or an empty text."""
     return _RIGHTS[type(message)](message, by)
 
 
@@ -73,7 +70,7 @@ def _join(message: Join, by: Standing) -> str:
         return f"that it is rank {message.member.rank}"
     suspect_after, fail_after = message.patience.suspect_after, message.patience.fail_after
     if not (0 < suspect_after <= fail_after and fail_after >= SHORTEST_FAIL_AFTER):  # also NaN
-        return "limits of silence that nobody can keep"
+        return "invalid limits of silence"
     return "twice that it joins" if by.has_joined or by.is_formed else ""
 
 
@@ -84,7 +81,7 @@ def _beat(message: Beat, by: Standing) -> str:
 def _fallen(message: Fallen, by: Standing) -> str:
     if not by.is_formed:
         return "that it falls, before there is a world"
-    return "twice that it falls" if by.has_fallen else ""  # all are told each time
+    return "twice that it falls" if by.has_fallen else ""  # each is sent to all ranks
 
 
 def _gone(message: Gone, by: Standing) -> str:
@@ -109,7 +106,7 @@ def _notice(message: Notice, by: Standing) -> str:
     if message.members and by.rank not in message.members:
         return "what happens in a group that it is not in"
     if len(set(message.members)) != len(message.members):
-        return "that a rank is in a group twice"  # each would be told as many times
+        return "that a rank is in a group twice"  # it would be told twice
     return "who is missing" if message.state == "missing" else ""
 
 
@@ -141,10 +138,10 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
 
 
 def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE) -> None:
-    """Send a control message; without a deadline one that is small, without waiting.
+    """Send a control message, by default without waiting.
 
-    If the other end does not take it, the connection fails. Beats and notices are left out instead:
-    another beat follows, and a rank asks again before its time is up.
+    If it cannot be sent in time, the connection fails. Beats and notices are dropped instead:
+    another beat follows, and a rank asks again before its deadline.
     """
     payload = pack(message)
     try:

@@ -1,8 +1,7 @@
-"""Joining: a rank's side of the rendezvous, until it has the list of all ranks.
+"""Join a world: dial the coordinator until it sends the list of all ranks.
 
-Blocking, in the thread that constructs the backend. The coordinator (rank 0, or a launcher) may
-start later, restart, or be slow: dialling is repeated with growing, jittered pauses until the
-deadline.
+This blocks the thread that constructs the backend. The coordinator (rank 0 or a launcher) may start
+later, restart or be slow, so dialling is repeated with growing, jittered pauses.
 """
 
 from __future__ import annotations
@@ -53,23 +52,22 @@ from rankwire.wire.handshake import Hello
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
-# The secret file may be that of an earlier job until rank 0 replaces it, so one refusal proves
-# nothing.
+# The secret file may be an earlier job's until rank 0 replaces it, so one refusal proves nothing.
 _AUTHENTICATION_TRIES = 3
 
 
 @dataclass
 class Attempts:
-    """The tries of one rank to join.
+    """Records the attempts of one rank to join, and makes the error if all of them fail.
 
     Args:
         rank: The rank that joins.
         address: Where the coordinator listens.
-        deadline: The limit for all tries together.
+        deadline: The limit for all attempts together.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
 
     Attributes:
-        missing: The ranks that have not joined, as far as the last try has shown.
+        missing: The ranks that had not joined at the last attempt.
     """
 
     rank: int
@@ -81,44 +79,44 @@ class Attempts:
     _refusals: int = field(default=0, init=False)
     _is_connected: bool = field(default=False, init=False)
     _is_admitted: bool = field(default=False, init=False)
-    # The last error before and after the connection stood.
+    # The last error before (False) and after (True) the connection was established.
     _troubles: dict[bool, RankwireError] = field(default_factory=dict, init=False)
 
     @property
     def coordinator(self) -> str:
-        """The coordinator, as errors call it."""
+        """The coordinator's name in errors."""
         return "the coordinator" if self.has_coordinator else "rank 0"
 
     @property
     def trouble(self) -> RankwireError | None:
-        """The error to blame when the time is over.
+        """The error that explains most.
 
-        A handshake that failed explains more than a connection that was refused later: the
-        coordinator has given up by then, perhaps for the same reason.
+        That is a failed handshake rather than a connection that was refused later, when the
+        coordinator may have given up for the same reason.
         """
         return self._troubles.get(True) or self._troubles.get(False)
 
     def begin(self) -> None:
-        """Note that a try begins."""
+        """Begin an attempt."""
         self.missing = [] if self.has_coordinator else [0]
         self._is_connected = self._is_admitted = False
         self._count += 1
 
     def connected(self) -> None:
-        """Note that something accepted the connection."""
+        """Record that the connection was accepted."""
         self._is_connected = True
 
     def admitted(self) -> None:
-        """Note that the coordinator let this rank in, so that it is not missing itself."""
+        """Record that the coordinator admitted this rank."""
         self.missing = []
         self._is_admitted = True
 
     def failed(self, trouble: RankwireError) -> None:
-        """Note why the try failed."""
+        """Record why the attempt failed."""
         self._troubles[self._is_connected] = trouble
 
     def refused(self, error: AuthenticationError) -> None:
-        """Note that authentication failed; raise the error if that has happened too often."""
+        """Record that authentication failed; raise the error if it has failed too often."""
         self._refusals += 1
         if self._refusals >= _AUTHENTICATION_TRIES:
             peer = None if self.has_coordinator else 0
@@ -126,9 +124,9 @@ class Attempts:
         self.failed(error)
 
     def note_missing(self, missing: list[int]) -> None:
-        """Note the ranks that the coordinator waits for; shortly before the deadline, add none.
+        """Record the ranks that the coordinator waits for; shortly before the deadline, add none.
 
-        By then other ranks give up too, for the same reason as this one; they are not the cause.
+        By then other ranks give up for the same reason as this one; they are not the cause.
         """
         if is_last_moment(self.deadline) and self.missing:
             missing = [rank for rank in missing if rank in self.missing]
@@ -156,16 +154,16 @@ _REPORT_EVERY = 10.0
 
 @dataclass
 class Joiner:
-    """The way of one rank into the world.
+    """Joins one rank to the world.
 
     Args:
         address: Where the coordinator listens.
-        hello: Who joins.
-        find_key: Returns the handshake key, asked after each connect; None if there is none yet.
-        describe: Given the local address that reached the coordinator, starts to listen there and
-            says where.
-        deadline: For all of it.
-        patience: How long this rank would let others be silent.
+        hello: The greeting of the rank that joins.
+        find_key: Called after each connect; returns the handshake key, None if there is none yet.
+        describe: Called with the local address that reached the coordinator; listens there and
+            returns where.
+        deadline: The limit for all attempts together.
+        patience: How long this rank lets others be silent.
         policy: How the control connection is protected.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
     """
@@ -191,7 +189,7 @@ class Joiner:
         """Dial the coordinator and wait until the whole world has joined.
 
         Returns:
-            The world, the control connection, and frames that came on it right behind the world.
+            The world, the control connection, and frames that were received after the world.
 
         Raises:
             RendezvousError: The coordinator refused, was not reached, or ranks are missing.
@@ -240,7 +238,7 @@ class Joiner:
         if key is None:
             raise self._no_secret()
         self._without_secret = None
-        # Whatever listens there may be no coordinator at all, and never answer.
+        # The listener may not be a coordinator, and never answer.
         limit = self.deadline.sooner(HANDSHAKE_LIMIT)
         return authenticate(sock, self.hello, key=key, deadline=limit, policy=self.policy)
 
@@ -248,7 +246,7 @@ class Joiner:
         return Deadline(seconds, self.deadline.clock)
 
     def _no_secret(self) -> RankwireError:
-        """No secret is laid out: a launcher's socket may listen before rank 0 is there."""
+        """Return the error for a missing secret, which may follow: rank 0 may not run yet."""
         self._without_secret = self._without_secret or self._within(HANDSHAKE_LIMIT)
         reason = f"something listens on {self.address}, but there is no secret of its rank 0"
         if not self._without_secret.expired:

@@ -1,11 +1,8 @@
-"""Reachability: whether a rank can be reached where it says it listens.
+"""Check that joining ranks can be reached, and find the address of rank 0.
 
-A rank advertises the address that reached the coordinator, which is right unless something
-between them translates addresses, or forbids connections the other way. Then the rank is told at
-once, instead of the first rank that needs it. A connection is opened and closed, no more: who
-listens is proved by the handshake of every connection.
-
-All but the tries themselves, each on a thread of its own, happens on the acceptor's thread.
+A rank advertises the address that reached the coordinator. Behind address translation or a firewall
+that address may not work, so the coordinator opens a connection to it and closes it again. Nothing
+is authenticated here; the handshake of every later connection does that.
 """
 
 from __future__ import annotations
@@ -25,15 +22,19 @@ from rankwire.transports.sockets import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import Join, Member
 
 _LIMIT = 5.0
+_LOOK = 1.0  # seconds for one address that does not answer, such as behind a firewall
+_PAUSE = 0.1  # seconds between two rounds over all addresses
 
 
 class Reachability:
-    """Tries to reach the ranks that join, one try at a time for each: one may join again and again.
+    """Tries to connect to each rank that joins, one try at a time for each rank.
+
+    Its methods run on the acceptor's thread, each try on a thread of its own.
 
     Args:
-        acceptor: On whose thread the answers are wanted.
-        on_answer: Called there with the connection of a rank that is still there, what it said
-            when it joined, and why it cannot be reached: an empty text if it can.
+        acceptor: Runs ``on_answer`` on its thread.
+        on_answer: Called with the connection and the join request of a rank that is still
+            connected, and why it cannot be reached: an empty text if it can.
     """
 
     def __init__(
@@ -42,12 +43,12 @@ class Reachability:
         self._acceptor = acceptor
         self._on_answer = on_answer
         self._host_id = host_id()
-        self._present: dict[int, Connection] = {}  # who waits for an answer
-        self._waiting: dict[int, Join] = {}  # what they said, until they are tried
+        self._present: dict[int, Connection] = {}  # ranks that wait for an answer
+        self._waiting: dict[int, Join] = {}  # their requests, until they are tried
         self._tried: set[int] = set()
 
     def check(self, connection: Connection, join: Join) -> None:
-        """See whether a rank can be reached; within this host it can."""
+        """Check whether a rank can be reached; a rank on this host always can."""
         if join.member.host_id == self._host_id:
             self._on_answer(connection, join, "")
             return
@@ -57,7 +58,7 @@ class Reachability:
             self._try(rank)
 
     def forget(self, rank: int) -> None:
-        """Take in that a rank is gone; an answer for it is not wanted any more."""
+        """Drop the pending answer for a rank that is gone."""
         self._present.pop(rank, None)
         self._waiting.pop(rank, None)
 
@@ -80,7 +81,7 @@ class Reachability:
 
 
 def call_back(member: Member, tell: Callable[[str], None], clock: Clock) -> None:
-    """Try to reach a member, on a thread of its own; tell why not, or an empty text."""
+    """Connect to a member on a new thread, and pass ``tell`` the error text or an empty text."""
 
     def attempt() -> None:
         trouble = ""
@@ -96,19 +97,14 @@ def call_back(member: Member, tell: Callable[[str], None], clock: Clock) -> None
     runtime.Thread(target=attempt, name="rankwire-call-back", daemon=True).start()
 
 
-# For one address that does not answer at all, such as behind a firewall; and between two rounds.
-_LOOK = 1.0
-_PAUSE = 0.1
-
-
 def own_address(addresses: Sequence[str]) -> str:
-    """Return the first that stands for this host as others reach it; else the first."""
+    """Return the first address of this host that is not loopback; else the first address."""
     for address in addresses:
         host = TcpAddress.parse(address).host
         with suppress(OSError):
             found = runtime.getaddrinfo(host, 0, runtime.AF_INET, runtime.SOCK_STREAM)
             where = found[0][4][0]
-            # Debian's /etc/hosts has a host's own name as 127.0.1.1.
+            # Debian's /etc/hosts maps a host's own name to 127.0.1.1.
             if not ipaddress.ip_address(where).is_loopback and _is_here(str(where)):
                 return address
     return addresses[0]
@@ -122,10 +118,10 @@ def _is_here(host: str) -> bool:
 
 
 def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
-    """Return the first address at which a process listens, and wait for that.
+    """Wait until a process listens at one of these addresses, and return that address.
 
     Raises:
-        RendezvousError: None did in time.
+        RendezvousError: No process did in time.
     """
     while True:
         for address in addresses:
@@ -134,7 +130,7 @@ def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
                 return address
         if deadline.remaining() <= _PAUSE:
             raise RendezvousError(
-                f"nobody listened at {', '.join(addresses)} within {deadline.limit:g} s",
+                f"no process listened at {', '.join(addresses)} within {deadline.limit:g} s",
                 missing=[0],
             )
         deadline.clock.sleep(_PAUSE)

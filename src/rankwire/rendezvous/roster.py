@@ -1,6 +1,6 @@
-"""What the coordinator knows of a world: the roster while it forms, then members, keys and losses.
+"""Keep what the coordinator knows of a world: who has joined, keys, losses, ranks that rejoin.
 
-Pure: nothing is sent here.
+Nothing is sent here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wra
 
 
 class FormedWorld:
-    """Who is in a world, and by which keys. One thread.
+    """Keeps the members and keys of a formed world. For one thread.
 
     Args:
         members: All ranks, in order.
-        patience: How long each may be silent.
+        patience: How long a rank may be silent.
         coordinator: The rank that coordinates, or -1.
-        key_of: Returns the key of a rank, by which it has joined.
+        key_of: Returns the key with which a rank has joined.
 
     Attributes:
-        gone: What was told of the ranks that have died or left, and have not come back.
+        gone: The reports of ranks that have died or left, and have not rejoined.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FormedWorld:
 
     @property
     def without_keys(self) -> World:
-        """The world as everyone may know it."""
+        """The world without secrets."""
         return self._world
 
     @property
@@ -50,12 +50,12 @@ class FormedWorld:
         return [member.incarnation for member in self._world.members]
 
     def as_told_to(self, rank: int) -> World:
-        """Return it with the keys of a rank with every other, in a form that only it can read."""
+        """Return the world with the pair keys of a rank, encrypted for that rank."""
         keys = pair_keys(self._world_key, rank, self._incarnations)
         return replace(self._world, keys=self._wrapped(rank, keys))
 
     def take_back(self, member: Member) -> None:
-        """Put a rank that was started anew in the place of its old process."""
+        """Replace the entry of a rank that was restarted."""
         self.gone.pop(member.rank, None)
         members = list(self._world.members)
         members[member.rank] = member
@@ -63,7 +63,7 @@ class FormedWorld:
         self._world = replace(self._world, members=members, late=late)
 
     def joined_as_told_to(self, rank: int, member: Member) -> Joined:
-        """Return what a rank is told of one that is back: where it is, and the key of the two."""
+        """Return the message that tells a rank where a restarted member is, with their pair key."""
         key = pair_key(self._world_key, rank, member.rank, self._incarnations)
         return Joined(member, self._wrapped(rank, key))
 
@@ -72,22 +72,22 @@ class FormedWorld:
 
 
 def is_last_moment(deadline: Deadline) -> bool:
-    """Whether a rank that gives up now does so because time is over for it too."""
+    """Return whether the deadline is so near that other ranks give up too."""
     return deadline.remaining() < min(0.25, deadline.limit / 4)
 
 
 class Roster:
-    """Who is there, and who is not. Used under the coordinator's lock where threads share it.
+    """Keeps which ranks have joined a forming world. The coordinator's lock guards it.
 
     Args:
-        world_size: How many ranks there will be.
+        world_size: The number of ranks.
         me: The coordinator's own entry, if it is a rank.
 
     Attributes:
         coordinator: The coordinator's rank, or -1.
-        members: Who has joined, by rank.
-        unreached: Why ranks that would join cannot be reached by others.
-        absent: Why ranks will never come.
+        members: The ranks that have joined.
+        unreached: Why ranks cannot be reached by others.
+        absent: Why ranks will never join.
         deadline: Until when ranks may join; None while it is not known.
     """
 
@@ -101,63 +101,74 @@ class Roster:
         self._gave_up: set[int] = set()
 
     def enter(self, member: Member) -> None:
-        """Take in a rank that has joined."""
+        """Add a rank that has joined."""
         self.members[member.rank] = member
         self.unreached.pop(member.rank, None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have joined."""
+        """Whether all ranks have joined."""
         return len(self.members) == self.world_size
 
     def missing(self) -> list[int]:
-        """Return the ranks to name when time is over: not those who gave up for that reason."""
+        """Return the ranks that have not joined, without those that gave up at the deadline."""
         present = self.members.keys() | self._gave_up
         return [rank for rank in range(self.world_size) if rank not in present]
 
     def never_to_come(self) -> list[int]:
-        """Return the ranks of which it is known that they will not join any more."""
+        """Return the ranks that will never join."""
         return [rank for rank in self.absent if rank not in self.members]
 
     def strike(self, rank: int) -> None:
-        """Take out a rank that has hung up; it may come again."""
+        """Remove a rank that has disconnected; it may join again."""
         self.members.pop(rank, None)
         if self.deadline is not None and is_last_moment(self.deadline):
             self._gave_up.add(rank)
 
 
 class Rejoins:
-    """Who may come back, and how far they are. One thread."""
+    """Keeps how far restarted ranks are on their way back into their world. For one thread.
+
+    The states of one rank::
+
+        EXPECTED   its old process is gone, and a new one was started        -> ENTERED
+        ENTERED    it is authenticated, and has not said where it listens    -> QUEUED, EXPECTED
+        QUEUED     another rank rejoins before it                            -> ANNOUNCED, EXPECTED
+        ANNOUNCED  members were told; some have not acknowledged             -> a member, EXPECTED
+
+    One rank is announced at a time. Members acknowledge before the rank is told the world: when it
+    dials them, they know its new keys. If its connection ends on the way, it may begin again.
+    """
 
     def __init__(self) -> None:
         self._expected: set[int] = set()
         self._entered: set[int] = set()
         self._queue: list[Member] = []
         self._announced: Member | None = None
-        self._witnesses: set[int] = set()  # members that have not said that they know it
+        self._witnesses: set[int] = set()  # members that have not acknowledged it
 
     def expect(self, rank: int) -> None:
-        """A new process of a rank was started: it may come."""
+        """Allow a rank to rejoin, whose process was restarted."""
         self._expected.add(rank)
 
     def is_expected(self, rank: int) -> bool:
-        """Whether a rank may come in."""
+        """Return whether a rank may rejoin."""
         return rank in self._expected
 
     def is_under_way(self, rank: int) -> bool:
-        """Whether a rank has come in, and does not know the world yet."""
+        """Return whether a rank is connected, and was not told the world yet."""
         return rank in self._entered
 
     def enter(self, rank: int) -> None:
-        """Its control connection stands."""
+        """Record that the control connection of a rank is established."""
         self._entered.add(rank)
 
     def queue(self, member: Member) -> None:
-        """It has said where it listens, and can be reached there."""
+        """Queue a rank that has said where it listens, and can be reached there."""
         self._queue.append(member)
 
     def announce(self, members: Iterable[int]) -> Member | None:
-        """Return the next one to tell these members of; None if there is none, or it is early."""
+        """Return the next rank to announce to these members; None if there is none to announce."""
         if self._announced is not None or not self._queue:
             return None
         self._announced = self._queue.pop(0)
@@ -165,13 +176,13 @@ class Rejoins:
         return self._announced
 
     def know(self, witness: int, rank: int, incarnation: int) -> None:
-        """A member says that it knows a rank that was announced."""
+        """Record that a member acknowledges an announced rank."""
         announced = self._announced
         if announced is not None and (announced.rank, announced.incarnation) == (rank, incarnation):
             self._witnesses.discard(witness)
 
     def complete(self) -> Member | None:
-        """Return the one that all members know, once: from now on it is one of them."""
+        """Return, once, the announced rank that all members have acknowledged."""
         member = self._announced
         if member is None or self._witnesses:
             return None
@@ -181,11 +192,11 @@ class Rejoins:
         return member
 
     def excuse(self, rank: int) -> None:
-        """A member is lost: nobody waits for its word."""
+        """Do not wait for the acknowledgement of a lost member."""
         self._witnesses.discard(rank)
 
     def fall_back(self, rank: int) -> bool:
-        """A rank has gone on its way back; return whether members were told of it."""
+        """Reset a rank that disconnected on its way back; return whether it was announced."""
         self._entered.discard(rank)
         self._queue = [member for member in self._queue if member.rank != rank]
         if self._announced is None or self._announced.rank != rank:

@@ -1,13 +1,8 @@
-"""Schedulers: what each kind of launcher tells a process about its rank, by environment variables.
+"""Read the rank of this process from the environment variables of its launcher. Pure.
 
-Pure: a mapping in, an ``Assignment`` out. One small function per launcher, and ``LAUNCHERS`` lists
-them with the innermost first: a process that one launcher starts inside another belongs to the
-inner one. A launcher counts as found when all variables in its ``needs`` are set. Nothing here
-reads the secret or opens anything; that is ``connect``'s part.
-
-Foreign launchers name no port for us. Each reader derives one from the job's own identity, below
-the range from which the kernel takes ports for outgoing connections; ``RANKWIRE_PORT`` or
-``RANKWIRE_ADDRESS`` name one instead.
+``LAUNCHERS`` lists the launchers, the innermost first; one is found if all its ``needs`` are set.
+Other launchers name no port for us, so their readers derive one from the job's identity, below the
+kernel's range for outgoing connections, unless ``RANKWIRE_PORT`` or ``RANKWIRE_ADDRESS`` is set.
 """
 
 from __future__ import annotations
@@ -26,38 +21,41 @@ ADDRESS = "RANKWIRE_ADDRESS"
 JOB = "RANKWIRE_JOB"
 # "launcher" if the launcher coordinates the world, and not rank 0.
 COORDINATOR = "RANKWIRE_COORDINATOR"
-# How many times `rankwire run` has started this rank before, alone or with all others.
+# How many times `rankwire run` has started this rank before.
 RESTART_COUNT = "RANKWIRE_RESTART_COUNT"
-# The port for worlds of other launchers, and which of several launchers is meant.
+# The port for worlds of other launchers, and which launcher to use if several are found.
 PORT = "RANKWIRE_PORT"
 LAUNCHER = "RANKWIRE_LAUNCHER"
-# Hydra sets no variable that is the same for all ranks of a job and different for another job.
-# The caller looks for its process and hands in its number under this name.
+# Hydra sets no variable that identifies a job, so the caller passes the id of Hydra's process.
 HYDRA_JOB = "(process id of Hydra's proxy)"
 
 OURS = "rankwire run"
 _LOOPBACK = "127.0.0.1"
 _MOST_HOSTS = 65536
-_FIRST_PORT, _PORTS = 20_000, 10_000  # Linux takes outgoing ports from 32768 on
+_FIRST_PORT, _PORTS = 20_000, 10_000  # Linux uses ports from 32768 on for outgoing connections
+
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_NAME = re.compile(rf"(?:[^\[\],]|{_BRACKETS.pattern})+")
+_DIGITS = re.compile(r"\[(\d+):([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a launcher tells one rank.
+    """Says which rank this process is, and where its world forms.
 
     Attributes:
-        rank: This process's index, from 0.
+        rank: This process's rank.
         world_size: The number of ranks.
         address: ``host:port`` at which rank 0, or the launcher, listens.
         others: Where rank 0 may listen instead, if the launcher does not tell its host.
-        job: Name of the job; ranks of another job are refused.
-        launcher: Which launcher said so.
+        job: The name of the job; ranks of another job are refused.
+        launcher: The launcher that was found.
         has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
-        advice: What to try when the world does not form there.
-        secret: What the launcher gave this rank to join with; None leaves it to the backend's own
-            sources.
+        advice: What to try if the world does not form there.
+        secret: The secret from the launcher; None if the backend is to find one.
     """
 
     rank: int
@@ -80,13 +78,13 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One kind of launcher.
+    """Describes one kind of launcher.
 
     Attributes:
-        name: As users know it.
-        key: As ``RANKWIRE_LAUNCHER`` names it.
-        needs: The variables without which it is not this one.
-        read: Returns the place; None if the variables are another launcher's after all.
+        name: Its name in texts.
+        key: Its name in ``RANKWIRE_LAUNCHER``.
+        needs: The variables that it always sets.
+        read: Returns the assignment; None if another launcher set the variables.
     """
 
     name: str
@@ -96,10 +94,10 @@ class Launcher:
 
 
 def find_assignment(environ: Environment) -> Assignment:
-    """Return the place that the innermost launcher gave to this process.
+    """Return the assignment from the innermost launcher.
 
     Raises:
-        ConfigurationError: None did; the text says what was looked for and what is missing.
+        ConfigurationError: None is found; the text says which variables are missing.
     """
     environ = without_services(environ)
     for launcher in _wanted(environ):
@@ -108,7 +106,7 @@ def find_assignment(environ: Environment) -> Assignment:
             if place is not None:
                 return place
         elif environ.get(RANK) and launcher.needs[0] == RANK:
-            break  # it is ours, and incomplete: another's variables must not be taken for it
+            break  # ours is incomplete: do not use another launcher's variables instead
     raise ConfigurationError(_nothing_fits(environ))
 
 
@@ -124,7 +122,6 @@ def _wanted(environ: Environment) -> tuple[Launcher, ...]:
 
 
 def _nothing_fits(environ: Environment) -> str:
-    """Say what was looked for, and of which launcher a part was found."""
     lines = ["no launcher started this process. Looked for:"]
     for launcher in _wanted(environ):
         missing = [name for name in launcher.needs if not environ.get(name)]
@@ -143,7 +140,7 @@ def _nothing_fits(environ: Environment) -> str:
 
 
 def read_rankwire_run(environ: Environment) -> Assignment:
-    """Read what ``rankwire run`` sets; by hand, the first three variables are enough."""
+    """Read the variables of ``rankwire run``; users may set the first three by hand."""
     return Assignment(
         rank=read_integer(environ, RANK),
         world_size=read_integer(environ, WORLD_SIZE),
@@ -154,20 +151,17 @@ def read_rankwire_run(environ: Environment) -> Assignment:
 
 
 def read_torchrun(environ: Environment) -> Assignment:
-    """Read what torchrun sets.
-
-    Its own store listens at ``MASTER_PORT``, so that port is not ours to take.
-    """
+    """Read the variables of torchrun, whose own store listens at ``MASTER_PORT``."""
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     run = environ["TORCHELASTIC_RUN_ID"]
     seed = f"torchrun {host} {port} {run}"
-    # With the count: a straggler of the last attempt is not let into the next.
+    # With the count, so that a process of the last attempt cannot join the next.
     job = f"torchrun-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return _derived(environ, "torchrun", ("RANK", "WORLD_SIZE"), job, [host], seed)
 
 
 def read_open_mpi(environ: Environment) -> Assignment:
-    """Read what Open MPI's ``mpiexec`` sets."""
+    """Read the variables of Open MPI's ``mpiexec``."""
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     hosts = [_LOOPBACK]
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ["OMPI_COMM_WORLD_SIZE"]:
@@ -181,10 +175,9 @@ def read_open_mpi(environ: Environment) -> Assignment:
 def _hosts_of_open_mpi(environ: Environment) -> list[str]:
     """Return where rank 0 may run, the likeliest first; for rank 0, names of its own host.
 
-    Open MPI 4 tells each rank the addresses of ``mpiexec`` (the daemon 0) and of the daemon on its
-    own host, and on all hosts but that of ``mpiexec`` the names of all daemons' hosts. It does not
-    tell where rank 0 is: on the host of ``mpiexec`` if that takes part, which cannot be known
-    elsewhere, else on the first of the others, unless the user maps ranks otherwise.
+    Open MPI 4 tells each rank the addresses of ``mpiexec`` (daemon 0) and of its own host's daemon,
+    and, except on the host of ``mpiexec``, the hosts of all daemons. Rank 0 is on the host of
+    ``mpiexec`` if that runs ranks, else on the first of the others, unless the user maps ranks.
     """
     _, head = _daemon(environ.get("OMPI_MCA_orte_hnp_uri", ""))
     own, here = _daemon(environ.get("OMPI_MCA_orte_local_daemon_uri", ""))
@@ -198,42 +191,42 @@ def _hosts_of_open_mpi(environ: Environment) -> list[str]:
 
 
 def _daemon(uri: str) -> tuple[int, list[str]]:
-    """Return a daemon's number and addresses: ``"927.1;tcp://10.0.0.1,10.1.0.1:4444"``."""
+    """Parse a daemon's number and addresses: ``"927.1;tcp://10.0.0.1,10.1.0.1:4444"``."""
     number = re.match(r"\d+\.(\d+);", uri)
     found = re.search(r"tcp://([^:;]+)", uri)
     return int(number[1]) if number else -1, found[1].split(",") if found else []
 
 
 def read_mpich(environ: Environment) -> Assignment | None:
-    """Read what the ``mpiexec`` of MPICH, Hydra and Intel MPI sets."""
+    """Read the variables of the ``mpiexec`` of MPICH, Hydra and Intel MPI."""
     if "MPI_LOCALNRANKS" not in environ and "SLURM_PROCID" in environ:
-        return None  # srun --mpi=pmi2 sets PMI_RANK too, and Slurm's variables tell more
+        return None  # srun --mpi=pmi2 sets PMI_RANK too
     proxy = environ.get(HYDRA_JOB, "")
     job, hosts, seed = f"mpich-{proxy}", [_LOOPBACK], f"mpich {proxy}" if proxy else ""
     if environ.get("MPI_LOCALNRANKS") != environ["PMI_SIZE"]:
         named = environ.get("MASTER_ADDR")
         hosts = [named] if named else _hosts_of_allocation(environ)
-        # Each host has a proxy of its own: its number is no other's.
+        # Each host has a proxy of its own, so its number does not identify the job.
         batch_job = environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID") or ""
         job, seed = "mpich", f"mpich several {batch_job}"
     return _derived(environ, "MPICH mpiexec", ("PMI_RANK", "PMI_SIZE"), job, hosts, seed)
 
 
 def read_slurm(environ: Environment) -> Assignment:
-    """Read what Slurm's ``srun`` sets."""
+    """Read the variables of Slurm's ``srun``."""
     job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     hosts = [next(expand_nodes(nodes))] if nodes else []
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
         hosts = [_LOOPBACK]
-    # Of this step; SLURM_NTASKS may be that of the whole allocation.
+    # SLURM_NTASKS may be the number of the whole allocation.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     names = ("SLURM_PROCID", size)
     return _derived(environ, "Slurm srun", names, f"slurm-{job}", hosts, f"slurm {job}")
 
 
 def read_plain(environ: Environment) -> Assignment:
-    """Read ``RANK`` and its companions, as Kubernetes operators and scripts set them."""
+    """Read ``RANK`` and the variables beside it, as Kubernetes operators and scripts set them."""
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     address = _join(host, environ.get(PORT) or port)
     return Assignment(
@@ -249,7 +242,7 @@ def read_plain(environ: Environment) -> Assignment:
     )
 
 
-# Asked in this order: the innermost launcher first.
+# The innermost launcher first.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(OURS, "rankwire", (RANK, WORLD_SIZE, ADDRESS), read_rankwire_run),
     Launcher(
@@ -288,15 +281,15 @@ def _derived(
     hosts: Sequence[str],
     seed: str,
 ) -> Assignment:
-    """Return a place in a world that forms where its launcher did not say, unless the user does.
+    """Return an assignment with a derived address, unless the user has set one.
 
     Args:
-        environ: Where the user may have said so.
-        launcher: As in ``Assignment``; without the name of its program in the texts.
-        variables: Those that hold the rank and the number of ranks.
+        environ: The environment.
+        launcher: As in ``Assignment``.
+        variables: The names of the variables with the rank and the number of ranks.
         job: As in ``Assignment``.
-        hosts: Where rank 0 may run as far as the launcher tells, the likeliest first.
-        seed: What is the same for all ranks of the job and for no other job, or an empty string.
+        hosts: Where rank 0 may run, the likeliest first.
+        seed: A text that identifies the job, or an empty string.
     """
     rank, world_size = (read_integer(environ, name) for name in variables)
     if environ.get(ADDRESS):
@@ -319,7 +312,7 @@ def _derived(
 
 
 def _hosts_of_allocation(environ: Environment) -> list[str]:
-    """Return the hosts that a batch system gave to the job, if it tells; rank 0 is on one."""
+    """Return the hosts that a batch system allocated to the job, if it names them."""
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         return list(islice(expand_nodes(nodes), _MOST_HOSTS))
     return environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # "host1 8 host2 8"
@@ -333,7 +326,7 @@ def read_integer(environ: Environment, name: str) -> int:
     """Return the number in a variable.
 
     Raises:
-        ConfigurationError: It holds something else.
+        ConfigurationError: It is not an integer.
     """
     try:
         return int(environ[name])
@@ -341,16 +334,13 @@ def read_integer(environ: Environment, name: str) -> int:
         raise ConfigurationError(f"{name} is {environ[name]!r}, not an integer") from None
 
 
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_NAME = re.compile(rf"(?:[^\[\],]|{_BRACKETS.pattern})+")
-_DIGITS = re.compile(r"\[(\d+):([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+# -- lists of nodes --------------------------------------------------------------------------------
 
 
 def expand_nodes(text: str) -> Iterator[str]:
-    """Yield the host names that ``text`` stands for, in its order, one by one.
+    """Yield the host names in one of Slurm's lists, such as ``gpu[01-03,7],login``.
 
-    Several brackets in one name count like the wheels of an odometer, the last one fastest.
+    Of several brackets in one name, the last varies fastest.
 
     Raises:
         ConfigurationError: It is not such a list.
@@ -363,7 +353,9 @@ def expand_nodes(text: str) -> Iterator[str]:
 
 
 def expand_nodes_of_open_mpi(text: str) -> list[str]:
-    """Return the host names that ``text`` stands for, in its order.
+    """Return the host names in one of Open MPI's lists, such as ``gpu[2:1-3,7],login@0(5)``.
+
+    The number before the colon says how many digits the others have.
 
     Raises:
         ConfigurationError: It is not such a list.
@@ -393,7 +385,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
         match = _RANGE.fullmatch(piece)
         if match is None or int(match[1]) > int(match[2] or match[1]):
             raise _not_a_list(text)
-        # As wide as it is written: gpu[08-10] begins with gpu08.
+        # Keep leading zeros: gpu[08-10] begins with gpu08.
         width = len(match[1])
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):
             yield f"{number:0{width}d}"

@@ -1,18 +1,13 @@
-"""The job's secret: where it comes from.
+"""Find the job's secret.
 
-In this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``; ``RANKWIRE_SECRET`` (last
-resort: the environment of a process can be read by its user; it is removed once read); and on
-loopback, without any of these, a file that rank 0 writes into this user's runtime folder, so that
-only processes of the same user can join. Elsewhere a missing secret is an error unless
-``security="insecure"`` is spelled out.
-
-A launcher keeps the secret to itself and gives each rank, as the argument, the ``RankKey`` of that
-rank. The secret is never logged and never in a ``repr``.
+Sources, in this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``;
+``RANKWIRE_SECRET``; on loopback, a file that rank 0 writes into this user's runtime folder. A
+launcher keeps the secret and gives each rank only its ``RankKey``. The secret is never logged and
+never in a ``repr``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import struct
@@ -27,11 +22,18 @@ from rankwire.rendezvous.runtime_dir import namespace, runtime_folder, runtime_f
 from rankwire.transports.private_files import read_private
 
 MIN_SECRET_NBYTES = 16
-_INSECURE = b"rankwire without a secret"  # everyone's, so it proves nothing
+_INSECURE = b"rankwire without a secret"  # public, so it proves nothing
 
 _LISTEN = "0A"  # linux/tcp_states.h
-# Seconds: far above the time from laying out a secret to listening; and above any wait for a world.
+# Seconds: far longer than from writing a secret to listening, and than any wait for a world.
 _FORMING, _SURELY_OVER = 60.0, 86400.0
+
+_QUESTION = b"rankwire: the secret?"
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_DESCRIPTOR = struct.Struct("i")
+_ANCILLARY_NBYTES = runtime.CMSG_SPACE(_CREDENTIALS.size) + runtime.CMSG_SPACE(_DESCRIPTOR.size)
+_MAX_SECRET_NBYTES = 4096
+_PATIENCE = 30.0  # seconds to wait for the launcher, whose loop never blocks for long
 
 _environment_lock = runtime.Lock()
 renew_in_child(_environment_lock)
@@ -39,12 +41,10 @@ _from_environment: bytes | None = None
 
 
 def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) -> bytes | None:
-    """Return the secret that the user gave in one way or another.
-
-    None means that one is to be agreed through a file.
+    """Return the secret that the user gave; None if rank 0 is to write one to a file.
 
     Raises:
-        ConfigurationError: None was given where one is needed, or it is too short.
+        ConfigurationError: A secret is needed and was not given, or it is too short.
     """
     found = _encoded(secret)
     if found is None:
@@ -65,7 +65,8 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
     if not insecure:
         return found
     warnings.warn(
-        'rankwire runs with security="insecure": whoever reaches it can join, read and alter',
+        'rankwire runs with security="insecure": any process that reaches it can join, read and'
+        " alter",
         stacklevel=5,
     )
     return found or _INSECURE
@@ -81,26 +82,23 @@ def read_secret_file(name: str, *, named: str) -> bytes:
 
     Args:
         name: The file.
-        named: How the user gave it, for the text of an error.
+        named: How the user named it, for the text of an error.
 
     Raises:
-        ConfigurationError: It cannot be read, or others could.
+        ConfigurationError: It cannot be read, or other users can read it.
     """
     return read_private(name, named=named).strip()
 
 
 class AgreedSecret:
-    """A secret that rank 0 makes and lays out in this user's runtime folder.
-
-    The file is named after rank 0's port.
-    """
+    """Shares a secret of rank 0 through a file in this user's runtime folder, named by its port."""
 
     def __init__(self, port: int) -> None:
         self._namespace = namespace("net")
         self._path = runtime_folder() / f"secret-{self._namespace}-{port}"
 
     def publish(self) -> bytes:
-        """Make a new one. Called between binding and listening, so ranks that connect find it."""
+        """Write a new secret. To be called before listening, so that ranks that connect find it."""
         secret = runtime.token_bytes(32)
         draft = self._path.with_suffix(f".{runtime.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -111,8 +109,8 @@ class AgreedSecret:
         return secret
 
     def read(self) -> bytes | None:
-        """Return it, or None if there is none (another user's rank 0, or none at all)."""
-        # Rank 0 may have found another folder than this process.
+        """Return the secret; None if there is no file, or it is another user's."""
+        # Rank 0 may have chosen another folder than this process.
         for folder in (self._path.parent, *runtime_folders()):
             secret = _read_if_there(folder / self._path.name)
             if secret is not None:
@@ -120,7 +118,7 @@ class AgreedSecret:
         return None
 
     def remove(self, secret: bytes) -> None:
-        """Remove it, unless another job has taken the port since."""
+        """Remove the file, unless another job uses the port by now."""
         if _read_if_there(self._path) == secret:
             self._path.unlink(missing_ok=True)
 
@@ -132,20 +130,17 @@ def _read_if_there(path: Path) -> bytes | None:
 
 
 def _sweep(newest: Path, namespace: int) -> None:
-    """Remove secrets whose rank 0 is gone: one that is killed cannot remove its own.
+    """Remove the secrets of killed rank 0 processes.
 
-    How old they are is asked of the file system, by a file that was written just now.
-
-    In this network namespace, it is gone when no process listens at its port, but for the moment
-    between laying out the secret and listening. Of another namespace that is not seen; there, no
-    world is still forming after a day.
+    In this network namespace, a secret is stale if no process listens at its port a minute after it
+    was written; in another, after a day. Ages are relative to a file that was just written.
     """
     now = newest.stat().st_mtime
     listening: set[int] | None = None
     for path in newest.parent.glob("secret-*"):
         try:
             age = now - path.stat().st_mtime
-        except FileNotFoundError:  # another has swept it
+        except FileNotFoundError:  # another process removed it
             continue
         if age <= _FORMING:
             continue
@@ -161,14 +156,14 @@ def _sweep(newest: Path, namespace: int) -> None:
 
 
 def _listening_ports() -> set[int]:
-    """Return the TCP ports of this network namespace at which processes listen, as far as told."""
+    """Return the TCP ports of this network namespace at which processes listen."""
     ports = set()
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         except OSError:
             if table == "tcp":
-                return set(range(65536))  # hidden: all may be
+                return set(range(65536))  # hidden: any port may be in use
             continue  # a kernel without IPv6
         for line in lines:
             # "0: 0100007F:1F90 00000000:0000 0A ...": the local address, the remote, the state
@@ -194,10 +189,7 @@ def _read_file() -> bytes | None:
 
 
 def _read_environment() -> bytes | None:
-    """Read ``RANKWIRE_SECRET`` once and remove it.
-
-    It is removed so that child processes do not inherit it by accident.
-    """
+    """Read ``RANKWIRE_SECRET`` once and remove it, so that child processes do not inherit it."""
     global _from_environment
     with _environment_lock:
         value = os.environ.pop("RANKWIRE_SECRET", None)
@@ -206,20 +198,16 @@ def _read_environment() -> bytes | None:
         return _from_environment
 
 
-_QUESTION = b"rankwire: the secret?"
-_CREDENTIALS = struct.Struct("iII")  # process, user, group
-_DESCRIPTOR = struct.Struct("i")
-_ANCILLARY_NBYTES = runtime.CMSG_SPACE(_CREDENTIALS.size) + runtime.CMSG_SPACE(_DESCRIPTOR.size)
-_MAX_SECRET_NBYTES = 4096
-# A launcher answers in its loop, which never waits for long.
-_PATIENCE = 30.0
-
-
 class SecretServer:
-    """The launcher's end, for one rank. One thread.
+    """Gives a launcher's secret to one rank, and to no other process. For one thread.
+
+    Children of the rank may inherit its end of the socket pair, so nothing to read is left in it.
+    The rank sends one end of a new pair, and the kernel tells the launcher which process sent it.
+    If the launcher started that process, it writes the secret into the new pair, once. A program
+    that replaces itself by ``exec`` stays the same process and can ask afterwards.
 
     Attributes:
-        theirs: The other end, for the rank to inherit; to be closed here once it has.
+        theirs: The end for the rank to inherit; close it here afterwards.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -231,13 +219,13 @@ class SecretServer:
         self._process = 0
 
     def serve(self, selector: runtime.BaseSelector, process: int) -> None:
-        """Answer this process, and no other, from now on."""
+        """Answer this process from now on, and no other."""
         self._process = process
         selector.register(self._ours, runtime.EVENT_READ, self._answer)
         self._selector = selector
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Stop answering. Idempotent."""
         if self._selector is not None:
             self._selector.unregister(self._ours)
             self._selector = None
@@ -255,10 +243,10 @@ class SecretServer:
             question, ancillary = b"", []
         process, answers = _unpacked(ancillary)
         try:
-            if not question:  # all who had the other end are gone, or have closed it
+            if not question:  # all processes have closed the other end
                 self.close()
             elif question == _QUESTION and process == self._process and len(answers) == 1:
-                with contextlib.suppress(OSError):  # it did not wait
+                with suppress(OSError):  # the rank did not wait
                     os.set_blocking(answers[0], False)
                     os.write(answers[0], self._secret)
                 self.close()
@@ -268,18 +256,18 @@ class SecretServer:
 
 
 def ask_for_secret(fd: int, *, named: str) -> bytes:
-    """Return the secret from the launcher at the other end of ``fd``, and close that.
+    """Ask the launcher at the other end of ``fd`` for the secret, and close ``fd``.
 
     Args:
-        fd: What this process inherited.
-        named: How it was told which, for the text of an error.
+        fd: The socket that this process inherited.
+        named: The variable that names it, for the text of an error.
 
     Raises:
         ConfigurationError: There is no launcher, or it did not start this process itself.
     """
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            # Some other file that got this number: it is not ours to use or close.
+            # Another file has this number: leave it open.
             raise ConfigurationError(
                 f"{named} is not a launcher's socket;"
                 " this process inherited the variable but not the socket"
@@ -288,12 +276,12 @@ def ask_for_secret(fd: int, *, named: str) -> bytes:
             secret = _asked(launcher)
     except OSError as error:
         raise ConfigurationError(
-            f"the job's secret cannot be had from {named}: {error.strerror or error}."
+            f"the job's secret cannot be read from {named}: {error.strerror or error}."
             " Only a process that `rankwire run` itself started can join the world"
         ) from error
     if not secret:
         raise ConfigurationError(
-            f"the launcher does not tell the job's secret by {named}: it tells it once, and only to"
+            f"the launcher did not give the job's secret by {named}: it gives it once, and only to"
             " the process that it started itself"
         )
     return secret
@@ -310,7 +298,7 @@ def _asked(launcher: runtime.Socket) -> bytes:
 
 
 def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, list[int]]:
-    """Return who sent something, and the descriptors that came along."""
+    """Return the process that sent a message, and the descriptors in it."""
     process, descriptors = 0, []
     for level, kind, data in ancillary:
         if level != runtime.SOL_SOCKET:
