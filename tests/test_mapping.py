@@ -78,6 +78,7 @@ SHOWN_IN = {
     "fork": "faults/test_f_ending.py",
     "shutdown": "faults/test_f_ending.py",
     "observe/status": "conformance/test_conformance.py",
+    "rendezvous/reports": "rendezvous/test_coordinator.py",
     "rendezvous/membership": "backends/test_control_plane.py",
     "collectives/operation": "collectives/test_sequence.py",
     "backends/mesh": "backends/test_tcp_backend.py",

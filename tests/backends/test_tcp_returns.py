@@ -19,8 +19,8 @@ from rankwire.errors import (
     RendezvousError,
 )
 from rankwire.links.dialer import authenticate
-from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
+from rankwire.rendezvous.reports import Told
 from rankwire.transports.security import UNPROTECTED
 from rankwire.transports.sockets import TcpAddress, connect_tcp
 from rankwire.wire.handshake import Purpose

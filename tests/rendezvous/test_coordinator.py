@@ -16,7 +16,8 @@ from rankwire.errors import ChannelClosedError, PeerLostError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous import coordinator as coordinator_module
-from rankwire.rendezvous.coordinator import Coordinator, Told
+from rankwire.rendezvous.coordinator import Coordinator
+from rankwire.rendezvous.reports import Told
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.transports.sockets import wait_for
 from rankwire.wire.control_messages import (

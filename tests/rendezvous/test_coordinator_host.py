@@ -7,8 +7,8 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
-from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
+from rankwire.rendezvous.reports import Told
 from rankwire.transports.security import UNPROTECTED
 from worlds import (
     PATIENCE,

@@ -7,9 +7,9 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
-from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.coordinator_host import CoordinatorHost, bind
 from rankwire.rendezvous.launchers import Here, dial_launcher
+from rankwire.rendezvous.reports import Told
 from rankwire.transports.security import UNPROTECTED
 from real_time import Deadline
 from worlds import PATIENCE, Running, address_of, eventually

@@ -15,8 +15,8 @@ import pytest
 
 from rankwire.clock import REAL_TIME
 from rankwire.rendezvous import coordinator as coordinator_module
-from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
+from rankwire.rendezvous.reports import Told
 from rankwire.transports import sockets
 from rankwire.transports.security import UNPROTECTED
 from rankwire.transports.sockets import TcpAddress, connect_tcp

@@ -34,9 +34,9 @@ from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Part
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.launch.summary import first_failure
-from rankwire.rendezvous.coordinator import Told
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.launchers import LauncherLink
+from rankwire.rendezvous.reports import Told
 from rankwire.texts import name_ranks
 from rankwire.transports.security import Policy
 from rankwire.transports.wakeup import Wakeup

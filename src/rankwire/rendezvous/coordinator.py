@@ -1,22 +1,19 @@
-"""The coordinator's side of the rendezvous, and of the control connections afterwards.
+"""Coordinate a world: gather its ranks, then watch them over their control connections.
 
-It runs in rank 0, or in the launcher: then rank 0 is a rank like any other. States, each left only
-downwards::
+The coordinator runs in rank 0 or in the launcher. Its states, each left only downwards::
 
-    FORMING   ranks join in any order; one that hangs up frees its place        -> FORMED, FAILED
-    FORMED    every rank has the list; an end of a control connection is a death;
-              a rank that was started anew may come back (``returning``)         -> CLOSED
-    FAILED    the deadline passed; everyone present was told who is missing      -> CLOSED
+    FORMING   ranks join in any order; one that disconnects frees its place      -> FORMED, FAILED
+    FORMED    every rank has the list; a control connection that ends is a loss;
+              a restarted rank may rejoin                                        -> CLOSED
+    FAILED    the deadline passed; the ranks present were told who is missing    -> CLOSED
     CLOSED
 
-Once formed, everyone says every beat that it lives. Who is silent for too long is suspected, then
-given up; who falls by an error says so first. All this is told to all others at once, so that they
-name the same rank and the same cause. A coordinator that was silent itself, for so long that a
-member has given it up, gives in: it tells all that it is the one who is gone. What a rank may say
-is in ``rights``; who says anything else is given up.
+Once formed, all send heartbeats. Losses are told to all ranks at once, so that they name the same
+rank and cause. If members have given up the coordinator, which was stopped, it gives in: it tells
+all ranks that it is the one that is lost.
 
-All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. One lock guards the
-state because ``wait_formed`` looks at it.
+All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. A lock guards the state
+for ``wait_formed``.
 
 Size: as for its class.
 """
@@ -27,7 +24,6 @@ import logging
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -43,20 +39,17 @@ from rankwire.errors import (
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous import open_files
-from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.control_protocol import Standing, objection, tell
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reachability import Reachability
-from rankwire.rendezvous.roll import Roll
+from rankwire.rendezvous.reports import Reports, Told
 from rankwire.rendezvous.roster import FormedWorld, Rejoins, Roster
 from rankwire.texts import name_ranks
 from rankwire.transports.sockets import AnySocket, TcpAddress, expect_prompt_reading
 from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     MAX_MEMBER_NBYTES,
-    AgentAnswer,
     AgentSays,
-    Ask,
     Beat,
     Doing,
     Failed,
@@ -67,9 +60,7 @@ from rankwire.wire.control_messages import (
     Member,
     Message,
     Patience,
-    Suspected,
     Waiting,
-    World,
     gone_by,
     unpack,
 )
@@ -82,14 +73,13 @@ from rankwire.wire.seals import Seals
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
-# Seconds between two messages about them to all. Telling all at each join, 1,000 ranks that join
-# cost 520,000 messages, 500 MB and 7 s of CPU time here.
+# Seconds between two messages about them to all ranks. With a message at each join, 1,000 ranks
+# cost 520,000 messages, 500 MB and 7 s of CPU time.
 _WAITING_EVERY = 1.0
-# A rank has a control connection, and may have two more in their handshake (``room_for``).
+# The control connection, and two in their handshake (``room_for``).
 _FILES_OF_RANK = 3
-# Seconds for all ranks, which wait for nothing else, to take the list of all. Between hosts a new
-# connection takes 80 kB at once, the list of 400 ranks. To make and send the lists of 1,000 ranks
-# takes 1.1 s of CPU time here, so more ranks have more time.
+# Seconds to send all ranks the list. A new connection between hosts takes 80 kB at once, the list
+# of 400 ranks. The lists of 1,000 ranks take 1.1 s of CPU time, so more ranks have more time.
 _WORLD_PATIENCE, _WORLD_PATIENCE_OF_RANK = 5.0, 0.02
 
 
@@ -100,47 +90,17 @@ class _State(Enum):
     CLOSED = auto()
 
 
-class Told(NamedTuple):
-    """Whom the coordinator tells what, on the acceptor's thread. None of them may block.
-
-    Attributes:
-        on_formed: That the world is complete, before any other rank is told.
-        on_gone: That a rank has died or left after the world formed, also by ``close``; and with
-            the coordinator's own rank, or -1, that it was itself given up.
-        on_suspected: That a rank has become silent, or is heard again.
-        on_hopeless: Once, with the reason, that ranks which wait were told that another will never
-            come.
-        on_joined: That a rank which was started anew is back, as soon as others are told.
-        on_doing: What a rank does for which others have waited in vain, and for whom it waits.
-        on_notice: Something about a collective, for the rank in whose process the coordinator is.
-        ending_of: Asked, when the connection of a rank has ended without a word, how its process
-            has: that is told to all. Empty if it is not known at that moment.
-        on_agent_answer: What an agent of the coordinator's own rank has said under a number is
-            answered.
-    """
-
-    on_formed: Callable[[World], None] = lambda world: None
-    on_gone: Callable[[Gone], None] = lambda gone: None
-    on_suspected: Callable[[Suspected], None] = lambda suspected: None
-    on_hopeless: Callable[[str], None] = lambda reason: None
-    on_joined: Callable[[Member], None] = lambda member: None
-    on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
-    on_notice: Callable[[Notice], None] = lambda notice: None
-    ending_of: Callable[[int], str] = lambda rank: ""
-    on_agent_answer: Callable[[int], None] = lambda number: None
-
-
 class Coordinator:
-    """Gathers the ranks of a world.
+    """Gathers the ranks of a world, and watches them.
 
     Args:
-        me: Rank 0, if this is it; None in a launcher.
+        me: The entry of rank 0; None in a launcher.
         world_size: How many ranks to wait for.
         acceptor: Reads the control connections.
-        key_of: Returns the key of a rank, by which it has joined.
-        incarnation_of: Returns how many times a rank was started anew alone.
+        key_of: Returns the key with which a rank joins.
+        incarnation_of: Returns how many times a rank was restarted alone.
         patience: How long a rank may be silent; ranks that join may ask for less.
-        told: Who is told of what happens.
+        told: The callbacks.
 
     Size: all of it is one protocol on one set of connections, and their state.
     """
@@ -166,18 +126,22 @@ class Coordinator:
         self._roster = Roster(world_size, me)
         self._reachability = Reachability(acceptor, self._answered)
         self._controls: dict[int, Connection] = {}
-        self._joining: set[int] = set()  # these have said where they listen
+        self._joining: set[int] = set()  # ranks that have said where they listen
         self._silence = Silence(patience, (), self._acceptor.clock.now())
         self._given_up: set[int] = set()
-        self._fallen: set[int] = set()  # these have said so
-        self._asked: dict[int, bool] = {}  # what they do, each once; whether they have said it
-        self._attendance = Attendance()
+        self._fallen: set[int] = set()  # ranks that have reported their own failure
         self._world: FormedWorld | None = None
         self._rejoins = Rejoins()
-        self._roll = Roll(world_size)
+        self._reports = Reports(
+            world_size,
+            self._roster.coordinator,
+            self._controls,
+            is_member=self._is_member,
+            told=told,
+        )
         self._state = _State.FORMING
         self._changed = runtime.Condition()
-        self._has_roster_changed = False  # since all were told who is missing
+        self._has_roster_changed = False  # since ranks were told who is missing
         acceptor.call_every(_WAITING_EVERY, self._tell_missing)
         if lacking := open_files.allow(_FILES_OF_RANK * world_size):
             text = "a world of %d ranks may need %d more open files than this process may have"
@@ -186,7 +150,7 @@ class Coordinator:
     # -- joining -----------------------------------------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge a rank that wants to join."""
+        """Return whether a rank may join, or why not."""
         world_size = self._roster.world_size
         if hello.world_size != world_size:
             return Status.WRONG_WORLD_SIZE, world_size
@@ -205,7 +169,7 @@ class Coordinator:
         return Status.WELCOME, 0
 
     def enter(self, rank: int, sock: AnySocket, seals: Seals | None) -> None:
-        """Take the control connection of a rank that was welcomed."""
+        """Take the control connection of an admitted rank."""
         expect_prompt_reading(sock)
         clock = self._acceptor.clock
         connection = Connection(
@@ -217,10 +181,10 @@ class Coordinator:
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
-        """Return once every rank has joined.
+        """Wait until every rank has joined.
 
         Raises:
-            RendezvousError: Some did not; all others were told.
+            RendezvousError: Ranks are missing; the others were told.
         """
         self._roster.deadline = deadline
         while True:
@@ -242,7 +206,7 @@ class Coordinator:
             _log.warning("waiting for %s (%.0f s)", name_ranks(missing), deadline.waited)
 
     def expect_never(self, rank: int, reason: str) -> None:
-        """Hear that a rank will not join any more; who waits for it, or will, is told at once."""
+        """Record that a rank will never join, and tell the ranks that wait, now and later."""
         self._roster.absent[rank] = reason
         self._tell_hopeless()
 
@@ -273,12 +237,10 @@ class Coordinator:
                 case Notice() | AgentSays():
                     self.take_report(rank, message)
                 case Doing():
-                    self._asked[rank] = True
-                    self._told.on_doing(rank, message)
-                    self._ask_what_they_do(message.waits_for)
+                    self._reports.take_doing(rank, message)
                 case Fallen():
                     self._fallen.add(rank)
-                    self._ask_what_they_do(message.waited_for)
+                    self._reports.ask(message.waited_for)
                     gone = gone_by(rank, message)
                     if gone.cause not in range(self._roster.world_size):
                         gone = msgspec.structs.replace(gone, cause=None)
@@ -298,15 +260,15 @@ class Coordinator:
             coordinator=self._roster.coordinator,
             was_absent=self._silence.was_absent(self._acceptor.clock.now()),
             has_fallen=rank in self._fallen,
-            was_asked=self._asked.get(rank) is False,
+            was_asked=self._reports.is_asked(rank),
         )
 
     def _is_member(self, rank: int) -> bool:
-        """Whether a rank that is connected is in the world: it has formed, and it knows it."""
+        """Return whether a connected rank was told the formed world."""
         return self._state is _State.FORMED and not self._rejoins.is_under_way(rank)
 
     def _answered(self, connection: Connection, join: Join, trouble: str) -> None:
-        """Let a rank in if others can connect to it."""
+        """Join a rank that others can connect to; refuse any other."""
         rank = join.member.rank
         if not trouble:
             self._join(join.member, join.patience)
@@ -337,7 +299,6 @@ class Coordinator:
         self._tell_hopeless()
 
     def _tell_missing(self) -> None:
-        """Tell all ranks that wait who is missing, if that has changed."""
         if self._state is not _State.FORMING:
             self._acceptor.call_no_more(self._tell_missing)
         elif self._has_roster_changed:
@@ -350,7 +311,7 @@ class Coordinator:
         self._world = world = FormedWorld(members, self._patience, coordinator, self._key_of)
         is_launcher = self._me is None
         self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
-        # Told before this rank goes on, so that all are ready together.
+        # Before this rank goes on, so that all are ready together.
         limit = _WORLD_PATIENCE + _WORLD_PATIENCE_OF_RANK * len(members)
         patience = Deadline(limit, self._acceptor.clock)
         for rank, connection in list(self._controls.items()):
@@ -360,15 +321,11 @@ class Coordinator:
         self._state = _State.FORMED
         self._changed.notify_all()
 
-    # -- coming back -------------------------------------------------------------------------------
+    # -- rejoining ---------------------------------------------------------------------------------
 
     def expect_again(self, rank: int) -> None:
-        """Hear that a rank's process is gone and another one was started in its place.
-
-        Only after this is a rank let into a world that has formed: while its process lives, no
-        other takes its place.
-        """
-        if (connection := self._controls.get(rank)) is not None:  # a child of its may hold it open
+        """Allow a rank to rejoin the formed world, whose old process has ended."""
+        if (connection := self._controls.get(rank)) is not None:  # its child may hold it open
             self._acceptor.unwatch(connection)
             self._ended(rank, PeerLostError(rank, "its process has ended"))
         self._given_up.discard(rank)
@@ -377,7 +334,7 @@ class Coordinator:
             self._rejoins.expect(rank)
 
     def _welcome_back(self) -> None:
-        """Take those who have come back some steps further, as far as they can go now."""
+        """Advance the ranks that rejoin as far as possible now."""
         world = self._world
         assert world is not None
         while True:
@@ -392,7 +349,7 @@ class Coordinator:
             self._let_in_again(member.rank, world)
 
     def _let_in_again(self, rank: int, world: FormedWorld) -> None:
-        """Tell a rank the world as it is now, and who of it is gone: it is a member again."""
+        """Tell a rank the world and its losses: it is a member again."""
         connection = self._controls[rank]
         patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
         tell(connection, world.as_told_to(rank), patience)
@@ -401,17 +358,17 @@ class Coordinator:
         self._silence.watch(rank, self._acceptor.clock.now())
 
     def _members(self) -> dict[int, Connection]:
-        """Return the control connections of those who know the world."""
+        """Return the control connections of all ranks but those that rejoin."""
         return {
             rank: connection
             for rank, connection in self._controls.items()
             if not self._rejoins.is_under_way(rank)
         }
 
-    # -- afterwards --------------------------------------------------------------------------------
+    # -- once formed -------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Say that this process lives, and judge who has not said so."""
+        """Send a heartbeat, and judge the ranks that sent none."""
         beat = Beat(list(self._silence.lengths(self._acceptor.clock.now()).items()))
         self._tell_all(beat)
         for change in self._silence.judge(self._acceptor.clock.now()):
@@ -422,7 +379,7 @@ class Coordinator:
                 self._tell_all(change)
 
     def _lose(self, gone: Gone) -> None:
-        """Give up a rank whose connection stands; it is told too, in case it wakes up."""
+        """Give up a connected rank; it is told too, in case its process wakes up."""
         self._silence.forget(gone.rank)
         self._given_up.add(gone.rank)
         self.report(gone)
@@ -430,38 +387,16 @@ class Coordinator:
         self._welcome_back()
 
     def take_report(self, rank: int, message: Notice | AgentSays) -> None:
-        """Take what a rank, perhaps this one, reports; tell the ranks that need to know."""
-        if isinstance(message, AgentSays):
-            if rank not in self._given_up:
-                self._answer(self._attendance.hear(rank, message))
-            return
-        for other, told in self._roll.hear(rank, message):
-            if other == self._roster.coordinator:
-                self._told.on_notice(told)
-            elif other in self._controls and self._is_member(other):
-                tell(self._controls[other], told)
-
-    def _answer(self, answers: Answers) -> None:
-        own = self._roster.coordinator
-        for rank, number in answers:
-            if rank in self._controls:
-                tell(self._controls[rank], AgentAnswer(number))
-        for rank, number in answers:  # this rank last: it may end at once, and with it this object
-            if rank == own:
-                self._told.on_agent_answer(number)
-
-    def _ask_what_they_do(self, ranks: list[int]) -> None:
-        """Ask ranks that others wait for. Before anyone hears of a fall, which would move them."""
-        for rank in ranks:
-            if rank in self._controls and rank not in self._asked and self._is_member(rank):
-                self._asked[rank] = False
-                tell(self._controls[rank], Ask())
+        """Take the report of a rank, perhaps this one, and tell the ranks that need to know."""
+        if isinstance(message, Notice):
+            self._reports.take_notice(rank, message)
+        elif rank not in self._given_up:
+            self._reports.take_agent(rank, message)
 
     def _give_in(self, gone: Gone) -> None:
-        """Members have given up this process; they live, though their connections end.
+        """Tell all ranks that this process is lost, as a member has reported.
 
-        Those that have not are told the same, so that no rank is left that takes the others for
-        dead.
+        Without this, the others would take the members that gave it up for lost.
         """
         self._state = _State.CLOSED
         self.report(gone)
@@ -479,7 +414,7 @@ class Coordinator:
             self._tell_hopeless()
             return
         self._silence.forget(rank)
-        self._asked.pop(rank, None)
+        self._reports.forget_question(rank)
         is_on_its_way = self._rejoins.is_under_way(rank)
         is_unknown = is_on_its_way and not self._rejoins.fall_back(rank)
         if rank not in self._given_up and not is_unknown:
@@ -494,13 +429,13 @@ class Coordinator:
         return self._silence.lengths(self._acceptor.clock.now())
 
     def report(self, gone: Gone) -> None:
-        """Tell everyone that a rank is gone."""
+        """Tell all ranks that a rank is gone."""
         if self._world is not None:
             self._world.gone[gone.rank] = gone
-        self._roll.forget(gone.rank)
+        self._reports.forget_notices(gone.rank)
         self._told.on_gone(gone)
         self._tell_all(gone)
-        self._answer(self._attendance.forget(gone.rank))
+        self._reports.forget_agents(gone.rank)
 
     def _tell_all(self, message: Message) -> None:
         for connection in self._members().values():
@@ -517,17 +452,17 @@ class Coordinator:
         self._acceptor.clock.wait(told, 1.0)
 
     def dissolve(self) -> None:
-        """Leave a world to itself. On the acceptor's thread, which goes on."""
+        """Disconnect from all ranks. On the acceptor's thread, which continues."""
         self._acceptor.call_no_more(self._beat)
         for connection in self._controls.values():
             self._acceptor.unwatch(connection)
         self.close()
 
     def close(self, fallen: Fallen | None = None) -> None:
-        """Leave. After the acceptor has stopped.
+        """Disconnect from all ranks, after the acceptor has stopped.
 
         Args:
-            fallen: The error because of which rank 0 leaves, if it does not leave in good order.
+            fallen: The failure of rank 0, if it does not leave in an orderly way.
         """
         if self._state is _State.FORMED:
             self._pass_on_last_words()
@@ -541,7 +476,7 @@ class Coordinator:
         self._controls.clear()
 
     def _pass_on_last_words(self) -> None:
-        """Tell the others who left or fell at the same moment: after this none can."""
+        """Tell the others which ranks left or failed at the same moment."""
         for rank, connection in list(self._controls.items()):
             try:
                 while self._controls.get(rank) is connection:

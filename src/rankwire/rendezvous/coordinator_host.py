@@ -13,8 +13,9 @@ from collections.abc import Callable
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
 from rankwire.links.acceptor import Acceptor, room_for
-from rankwire.rendezvous.coordinator import Coordinator, Told
+from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
+from rankwire.rendezvous.reports import Told
 from rankwire.transports.security import Policy
 from rankwire.transports.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
 from rankwire.wire.control_messages import Gone, Member, World

@@ -22,9 +22,10 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.fork import guard
 from rankwire.links.acceptor import Acceptor, room_for
-from rankwire.rendezvous.coordinator import Coordinator, Told
+from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.join import Joiner
 from rankwire.rendezvous.membership import Membership
+from rankwire.rendezvous.reports import Told
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.shutdown import close_at_exit

@@ -1,0 +1,128 @@
+"""Pass on what ranks report to the coordinator about collectives and agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from rankwire.links.connection import Connection
+from rankwire.rendezvous.attendance import Answers, Attendance
+from rankwire.rendezvous.control_protocol import tell
+from rankwire.rendezvous.roll import Roll
+from rankwire.wire.control_messages import (
+    AgentAnswer,
+    AgentSays,
+    Ask,
+    Doing,
+    Gone,
+    Member,
+    Suspected,
+    World,
+)
+from rankwire.wire.notices import Notice
+
+
+class Told(NamedTuple):
+    """Lists the callbacks of a coordinator. They run on the acceptor's thread and must not block.
+
+    Attributes:
+        on_formed: The world is complete; called before any other rank is told.
+        on_gone: A rank has died or left after the world formed, also by ``close``; with the
+            coordinator's own rank, or -1: the ranks have given up the coordinator.
+        on_suspected: A rank has become silent, or is heard again.
+        on_hopeless: Waiting ranks were told that another will never join; called once.
+        on_joined: A restarted rank is back; called when the others are told.
+        on_doing: A rank has said what it does and which ranks it waits for.
+        on_notice: A notice about a collective, for the coordinator's own rank.
+        ending_of: Returns how the process of a rank ended whose connection closed without a
+            message; empty if that is not known yet.
+        on_agent_answer: The message of an agent of the coordinator's own rank is answered.
+    """
+
+    on_formed: Callable[[World], None] = lambda world: None
+    on_gone: Callable[[Gone], None] = lambda gone: None
+    on_suspected: Callable[[Suspected], None] = lambda suspected: None
+    on_hopeless: Callable[[str], None] = lambda reason: None
+    on_joined: Callable[[Member], None] = lambda member: None
+    on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
+    on_notice: Callable[[Notice], None] = lambda notice: None
+    ending_of: Callable[[int], str] = lambda rank: ""
+    on_agent_answer: Callable[[int], None] = lambda number: None
+
+
+class Reports:
+    """Keeps what ranks report, and tells the ranks that need to know. For one thread.
+
+    Args:
+        world_size: The number of ranks.
+        coordinator: The coordinator's rank, or -1.
+        controls: The control connections, by rank; the coordinator changes them.
+        is_member: Returns whether a connected rank is in the formed world.
+        told: The callbacks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        coordinator: int,
+        controls: Mapping[int, Connection],
+        *,
+        is_member: Callable[[int], bool],
+        told: Told,
+    ) -> None:
+        self._coordinator = coordinator
+        self._controls = controls
+        self._is_member = is_member
+        self._told = told
+        self._attendance = Attendance()
+        self._roll = Roll(world_size)
+        self._asked: dict[int, bool] = {}  # ranks that were asked; whether they have answered
+
+    def take_notice(self, rank: int, notice: Notice) -> None:
+        """Take a rank's report about a collective."""
+        for other, told in self._roll.hear(rank, notice):
+            if other == self._coordinator:
+                self._told.on_notice(told)
+            elif other in self._controls and self._is_member(other):
+                tell(self._controls[other], told)
+
+    def take_agent(self, rank: int, says: AgentSays) -> None:
+        """Take a rank's report about an agent."""
+        self._answer(self._attendance.hear(rank, says))
+
+    def forget_notices(self, rank: int) -> None:
+        """Drop the collectives of a rank that is gone."""
+        self._roll.forget(rank)
+
+    def forget_agents(self, rank: int) -> None:
+        """Drop the agents of a rank that is gone, and answer the agents that waited for them."""
+        self._answer(self._attendance.forget(rank))
+
+    def _answer(self, answers: Answers) -> None:
+        for rank, number in answers:
+            if rank in self._controls:
+                tell(self._controls[rank], AgentAnswer(number))
+        for rank, number in answers:  # this rank last: its answer may end this process
+            if rank == self._coordinator:
+                self._told.on_agent_answer(number)
+
+    def ask(self, ranks: Iterable[int]) -> None:
+        """Ask ranks what they do, each once. To be called before they hear of a failure."""
+        for rank in ranks:
+            if rank in self._controls and rank not in self._asked and self._is_member(rank):
+                self._asked[rank] = False
+                tell(self._controls[rank], Ask())
+
+    def is_asked(self, rank: int) -> bool:
+        """Return whether a rank was asked what it does, and has not answered."""
+        return self._asked.get(rank) is False
+
+    def take_doing(self, rank: int, doing: Doing) -> None:
+        """Take a rank's answer, and ask the ranks that it waits for."""
+        self._asked[rank] = True
+        self._told.on_doing(rank, doing)
+        self.ask(doing.waits_for)
+
+    def forget_question(self, rank: int) -> None:
+        """Drop the question to a rank whose connection has ended."""
+        self._asked.pop(rank, None)
