@@ -1,11 +1,8 @@
-"""Attendance: which ranks use an agent of each name, and who of them waits for the others to leave.
+"""Keep which ranks use an agent of each name, and which agents wait for the others to leave. Pure.
 
-The coordinator of a world keeps it, or the network of a simulated one. An agent that leaves goes on
-serving until no other agent of its name is in use: each has left too, does nothing but serve, or
-its rank is gone. Pure: what an agent says goes in, and whom to answer comes out.
-
-An agent does not wait for those that its own thread uses: ``with RpcAgent(a), RpcAgent(b):`` leaves
-one after the other.
+An agent that leaves serves until no other agent of its name is in use: each has left too, only
+serves, or its rank is gone. It does not wait for agents that its own thread uses, so that ``with
+RpcAgent(a), RpcAgent(b):`` can leave them one after the other.
 """
 
 from __future__ import annotations
@@ -17,21 +14,21 @@ from rankwire.wire.control_messages import AgentSays, AgentState
 
 MAX_AGENTS = 4096  # of one rank; each has threads and a descriptor, so no program has so many
 
-Answers = list[tuple[int, int]]  # ranks, and the numbers of the messages that are answered
+Answers = list[tuple[int, int]]  # ranks, and the numbers of the messages to answer
 
 
 class Attendance:
-    """The agents of all ranks. Not safe from several threads."""
+    """Keeps the agents of all ranks. For one thread."""
 
     def __init__(self) -> None:
         self._services: defaultdict[int, _Service] = defaultdict(_Service)
         self._services_of: defaultdict[int, set[int]] = defaultdict(set)
 
     def hear(self, rank: int, says: AgentSays) -> Answers:
-        """Take in what an agent says; return whom to answer.
+        """Take an agent's message; return the messages to answer.
 
         Raises:
-            ProtocolError: The rank says that it has too many agents.
+            ProtocolError: The rank has too many agents.
         """
         services = self._services_of[rank]
         if len(services) >= MAX_AGENTS and says.service not in services:
@@ -42,7 +39,7 @@ class Attendance:
         return answers + self._settle(says.service, rank)
 
     def forget(self, rank: int) -> Answers:
-        """Drop the agents of a rank that is gone; return whom to answer."""
+        """Drop the agents of a rank that is gone; return the messages to answer."""
         answers: Answers = []
         for service in [*self._services_of.get(rank, ())]:
             self._services[service].drop(rank)
@@ -50,7 +47,7 @@ class Attendance:
         return answers
 
     def _settle(self, service: int, rank: int) -> Answers:
-        """Let those leave who wait for no other; return them. Keep nothing of those who are out."""
+        """Remove and return the agents that wait for no other."""
         due = self._services[service].due()
         for out in {rank, *(out for out, _ in due)}:
             if not self._services[service].has(out):
@@ -63,13 +60,13 @@ class Attendance:
 
 
 class _Service:
-    """The agents of one name: for each rank that has one, the thread that uses it."""
+    """Keeps the agents of one name: by rank, the thread that uses its agent."""
 
     def __init__(self) -> None:
         self._in_use: dict[int, int] = {}
         self._serving: dict[int, int] = {}
         self._leaving: dict[int, tuple[int, int]] = {}  # the owner, and the number to answer
-        # Told to stop serving, by an agent that leaves. They are in use, whatever they said before.
+        # A leaving agent told these to stop serving; they count as in use.
         self._stopped: set[int] = set()
 
     def hear(self, rank: int, says: AgentSays) -> Answers:
@@ -92,7 +89,7 @@ class _Service:
     def _stop(self, rank: int) -> None:
         if rank in self._serving:
             self._in_use[rank] = self._serving.pop(rank)
-        elif rank in self._in_use:  # what it said last may still be on the way
+        elif rank in self._in_use:  # its last message may not have arrived yet
             self._stopped.add(rank)
 
     def drop(self, rank: int) -> None:
@@ -109,12 +106,12 @@ class _Service:
         return not (self._in_use or self._serving or self._leaving)
 
     def due(self) -> Answers:
-        """Let those go who wait for no other agent, and return them."""
+        """Remove and return the agents that wait for no other."""
         owners: set[int] = set()
         for owner in self._in_use.values():
             owners.add(owner)
             if len(owners) > 1:
-                return []  # at the second one, not the last: this runs whenever an agent leaves
+                return []  # stop early: this runs whenever an agent leaves
         due = [
             (rank, number) for rank, (owner, number) in self._leaving.items() if owners <= {owner}
         ]

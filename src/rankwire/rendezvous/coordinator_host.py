@@ -1,9 +1,8 @@
-"""A coordinator on its own: for a launcher, so that rank 0 is a rank like any other.
+"""Host a coordinator in a launcher, so that rank 0 is a rank like any other.
 
-It listens, admits the ranks of one job and nothing else, and coordinates one world after the other:
-when all ranks of one have gone, or are to be started again (``expect``), the next may form. One
-rank alone that was started anew comes back to the world that it was lost to (``expect_again``).
-The launchers of other hosts are let in too, as ``launchers`` describes. Owns an acceptor's thread.
+The host admits the ranks of one job and coordinates one world after the other: the next may form
+once all ranks are gone or are to be restarted (``expect``). A rank that was restarted alone rejoins
+its world (``expect_again``). It also admits the launchers of other hosts. It owns an acceptor.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def bind(address: str) -> Socket:
     """Return a socket bound to ``host:port``, so that no other process can take it.
 
     Raises:
-        ConfigurationError: It cannot be had.
+        ConfigurationError: The address cannot be bound.
     """
     try:
         return listen_tcp(TcpAddress.parse(address))
@@ -40,18 +39,18 @@ class CoordinatorHost:
     """Coordinates worlds without being a rank.
 
     Args:
-        listener: A bound TCP socket. Owned from now on.
-        world_size: How many ranks a world has.
-        secret: What the key of every rank is made of.
+        listener: A bound TCP socket, which the host closes.
+        world_size: The number of ranks in a world.
+        secret: The secret from which the rank keys are derived.
         job: The name of the job.
-        clock: By which it waits.
+        clock: The clock for all waits.
         policy: How connections are protected.
-        told: Who is told of what happens, on the host's own thread.
-        are_restarted: Whether ranks that are lost are started anew: then a world is kept for them,
-            also if nobody is in it for now.
+        told: The callbacks; they run on the acceptor's thread.
+        are_restarted: Whether lost ranks are restarted: then a world is kept for them, even if no
+            rank is left in it.
         nodes: How many launchers the job has, this one included.
-        on_launcher: Called there with another node's number and the connection to its launcher,
-            which is the callee's from then on.
+        on_launcher: Called on that thread with another node's number and the connection to its
+            launcher, which the callback then owns.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class CoordinatorHost:
         self._told = told or Told()
         self._are_restarted = are_restarted
         self._present: set[int] = set()
-        self._lost: set[int] = set()  # to the world that there is
+        self._lost: set[int] = set()  # ranks of the current world
         self._incarnations: dict[int, int] = {}
         self._secret = secret
         self._absent: dict[int, str] = {}
@@ -112,7 +111,7 @@ class CoordinatorHost:
         self._told.on_joined(member)
 
     def _gone(self, gone: Gone) -> None:
-        if gone.rank < 0:  # the ranks have given up this process: they go on without it
+        if gone.rank < 0:  # the ranks have given up this process
             self.expect()
             return
         self._present.discard(gone.rank)
@@ -134,7 +133,7 @@ class CoordinatorHost:
         return self._incarnations.get(rank, 0)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge who dials: a rank by the coordinator, a launcher by what is known of its node."""
+        """Return whether a rank or a launcher may connect, or why not."""
         if hello.purpose is Purpose.LAUNCH:
             return self._admit_launcher(hello)
         if hello.job != self._job:
@@ -153,7 +152,7 @@ class CoordinatorHost:
         return Status.WELCOME, 0
 
     def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
-        """Give a connection that was welcomed to the coordinator, or to the owner of launchers."""
+        """Pass an admitted connection to the coordinator, or to ``on_launcher``."""
         if hello.purpose is Purpose.LAUNCH:
             link = LauncherLink(sock, hello.rank, self._acceptor.clock, seals)
             self._on_launcher(hello.rank, link)
@@ -161,11 +160,11 @@ class CoordinatorHost:
             self._coordinator.enter(hello.rank, sock, seals)
 
     def expect(self, *, world_size: int | None = None, job: str | None = None) -> None:
-        """Begin anew: the next world's ranks may join. Safe from any thread.
+        """Let the ranks of the next world join. Safe from any thread.
 
         Args:
-            world_size: How many there are, if that has changed.
-            job: The name of the job, if that has changed.
+            world_size: The new number of ranks, if it has changed.
+            job: The new name of the job, if it has changed.
         """
 
         def begin() -> None:
@@ -179,10 +178,9 @@ class CoordinatorHost:
         self._acceptor.call_soon(begin)
 
     def expect_again(self, rank: int, incarnation: int) -> None:
-        """Hear that a rank's process is gone, and that a new one is being started in its place.
+        """Let a restarted rank rejoin, only with the key of this incarnation.
 
-        From now on the rank joins by the key of this incarnation, and by no earlier one. Safe from
-        any thread.
+        Safe from any thread.
         """
 
         def note() -> None:
@@ -192,7 +190,7 @@ class CoordinatorHost:
         self._acceptor.call_soon(note)
 
     def expect_never(self, rank: int, reason: str) -> None:
-        """Hear that a rank of this job joins no world any more. Safe from any thread."""
+        """Record that a rank of this job will never join. Safe from any thread."""
 
         def note() -> None:
             self._absent[rank] = reason
@@ -201,6 +199,6 @@ class CoordinatorHost:
         self._acceptor.call_soon(note)
 
     def close(self) -> None:
-        """Leave the world to itself. Idempotent."""
+        """Stop the acceptor and disconnect from all ranks. Idempotent."""
         self._acceptor.close()
         self._coordinator.close()

@@ -1,9 +1,7 @@
-"""Formation: what a TCP backend owns besides its peers.
+"""Form the world of a TCP backend.
 
-These are the listening sockets, the acceptor, the secret and the control connections. It forms
-the world (as coordinator on rank 0, by joining elsewhere) and afterwards passes on what the
-acceptor and the control connections report. A world of one rank needs none of it and opens
-nothing.
+Rank 0 coordinates unless a launcher does; the other ranks join. Afterwards the formation passes on
+what the acceptor and the control connections report. A world of one rank opens nothing.
 """
 
 from __future__ import annotations
@@ -55,26 +53,26 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.backends.tcp import TcpBackend
 
-_LOOK_EVERY = 0.5  # seconds between two looks at connections that may be cut
+_LOOK_EVERY = 0.5  # seconds between two checks for connections that may be cut
 
 
 @dataclass(eq=False, repr=False)
 class Formation:
-    """Forms the world, and owns what a rank has besides its peers: ``form``, then ``close``.
+    """Forms the world, and owns the listeners, keys and control connections of a rank.
 
     Attributes:
         owner: The backend.
         address: Where the world forms, with the port that was chosen.
-        secret: What was given to prove that this rank belongs here; None to agree on one.
-        job: Ranks of another one are refused.
+        secret: The secret that the user gave; None if rank 0 writes one to a file.
+        job: The name of the job; ranks of another job are refused.
         policy: How connections are protected.
         share_files: Whether this rank listens at a Unix socket too.
-        patience: For silent ranks.
+        patience: How long ranks may be silent.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
         place: Where this rank listens.
-        advertise: By which host others reach it, if not by that.
-        key: This rank's, by which it joins.
-        acceptor: Lets others in, and hears of them; a world of one rank has none.
+        advertise: The host by which others reach this rank, if not the host of ``place``.
+        key: The key with which this rank joins.
+        acceptor: Accepts and reads connections; None in a world of one rank.
 
     Size: listeners, keys, files and both ends of the control plane live and end together.
     """
@@ -97,11 +95,11 @@ class Formation:
             raise ConfigurationError("only a rank 0 that coordinates takes a listener")
         self.key = b""
         self.acceptor: Acceptor | None = None
-        self._keys: dict[int, HiddenKey] = {}  # with every other rank
+        self._keys: dict[int, HiddenKey] = {}  # shared with each other rank
         self._job = job_id(self.job)
         self._agreed_secret = b""
-        self._files: list[Callable[[], None]] = []  # each removes one
-        # Until the acceptor has them; that for TCP comes first.
+        self._files: list[Callable[[], None]] = []  # each call removes one file
+        # Until the acceptor has them; the TCP listener comes first.
         self._listeners = [] if listener is None else [listener]
         self._member: Member | None = None
         self._epoch = 0
@@ -113,7 +111,7 @@ class Formation:
     # -- forming -----------------------------------------------------------------------------------
 
     def form(self, deadline: Deadline) -> None:
-        """Return once all ranks are up and can dial each other; raises as ``TcpBackend`` does."""
+        """Wait until all ranks are up and can dial each other; raise as ``TcpBackend`` does."""
         if self.owner.world_size == 1:
             alone = Member(0, runtime.getpid(), self.address.host, 0, "", host_id())
             self._formed(World(1, [alone]))
@@ -134,18 +132,17 @@ class Formation:
             has_coordinator=self.has_coordinator,
         ).join()
         if world.coordinator == 0:
-            # Rank 0 may listen on all interfaces: it is reached where it was reached.
+            # Rank 0 may listen on all interfaces: use the address that reached it.
             world.members[0] = msgspec.structs.replace(world.members[0], host=self.address.host)
         self._formed(world)
-        # Only now are peers let in: those that dialled already have waited in the listeners'
-        # backlog.
+        # Peers are accepted only now; those that have dialled wait in the listeners' backlog.
         acceptor = self._make_acceptor()
         self._membership = Membership(control, world, acceptor, self.owner)
         self._membership.begin(rest)
         acceptor.start()
 
     def _formed(self, world: World) -> None:
-        """Let the owner know its peers before any of them can dial."""
+        """Tell the owner its peers before any of them can dial."""
         self._epoch = world.epoch
         if self.key:
             owner = self.owner
@@ -186,7 +183,7 @@ class Formation:
         self._coordinator.wait_formed(deadline)
 
     def _place_of_rank_0(self) -> TcpAddress:
-        """Return where to listen: at the address, unless its host is not one of this host's own."""
+        """Return where rank 0 listens: at ``place`` if that is set, else at the address."""
         place = self.place
         if place.low != place.high:
             raise ConfigurationError("rank 0 listens at the one port of its address")
@@ -201,17 +198,17 @@ class Formation:
         return self.key
 
     def take_key(self, joined: Joined) -> None:
-        """Take the key with a rank that was started anew; the old one opens nothing any more."""
+        """Replace the key that is shared with a restarted rank."""
         self._keys[joined.member.rank] = unwrap_one(self.key, joined.key)
 
     def key_with(self, rank: int) -> bytes:
-        """Return the key of the connections between this rank and another."""
+        """Return the key for connections between this rank and another."""
         return self._keys[rank]
 
     def _find_key_of(self, hello: Hello) -> bytes:
-        """Return the key that a stranger must have to be who it says; to be nobody, one at random.
+        """Return the key of the rank that a peer claims to be; a random key if there is none.
 
-        On the acceptor's thread.
+        Runs on the acceptor's thread.
         """
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return rank_key(self.secret or self._agreed_secret, hello.rank)
@@ -220,7 +217,7 @@ class Formation:
         return key or runtime.token_bytes(KEY_NBYTES)
 
     def _describe(self, host: str) -> Member:
-        """Listen where this rank was seen, once, and say where that is."""
+        """Listen at the host that reached the coordinator, once, and return this rank's entry."""
         if self._member is not None:
             return self._member
         if not self._listeners:
@@ -255,18 +252,15 @@ class Formation:
         self._listeners = []
         return self.acceptor
 
-    # -- afterwards --------------------------------------------------------------------------------
+    # -- once formed -------------------------------------------------------------------------------
 
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
-        """Return the greeting for a connection of our own."""
+        """Return the greeting for a connection to a peer."""
         owner = self.owner
         return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge an authenticated peer.
-
-        What concerns the job is judged here, the rest by the coordinator or the backend.
-        """
+        """Return whether an authenticated peer may connect, or why not."""
         if hello.job != self._job:
             return Status.OTHER_JOB, 0
         if hello.purpose is Purpose.JOIN:
@@ -278,7 +272,7 @@ class Formation:
         return self.owner.admit(hello)
 
     def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
-        """Give an authenticated connection to whom it is for."""
+        """Pass an authenticated connection to the coordinator or the backend."""
         if hello.purpose is not Purpose.JOIN:
             self.owner.enter(hello, sock, seals)
             return
@@ -286,10 +280,10 @@ class Formation:
         self._coordinator.enter(hello.rank, sock, seals)
 
     def report(self, message: Notice | AgentSays, patience: float = 0.0) -> bool:
-        """Report to the coordinator what a collective or an agent does here, from any thread.
+        """Send the coordinator a report about a collective or an agent. Safe from any thread.
 
         Args:
-            message: What to report.
+            message: The report.
             patience: Seconds to wait until the acceptor's thread has sent it.
 
         Returns:
@@ -312,15 +306,15 @@ class Formation:
         return True
 
     def silences(self) -> dict[int, float]:
-        """Return the seconds of silence of ranks that missed a beat, by this rank's own count.
+        """Return the seconds of silence of ranks that missed a beat.
 
-        A rank that coordinates counts for all others, another one for the coordinator.
+        A rank that coordinates watches all others; any other rank watches the coordinator.
         """
         counting = self._coordinator or self._membership
         return {} if counting is None else counting.silences()
 
     def close_in_child(self) -> None:
-        """Leave the files to the parent, in a forked child."""
+        """Close the listeners in a forked child, and leave the files to the parent."""
         self._files.clear()
         for listener in self._listeners:
             listener.close()
@@ -328,10 +322,10 @@ class Formation:
     # -- ending ------------------------------------------------------------------------------------
 
     def close(self, fallen: Fallen | None = None) -> None:
-        """Leave: last words on the control connections, no more doors, no files. Idempotent.
+        """Leave the world, stop listening and remove the files. Idempotent.
 
         Args:
-            fallen: The error because of which this rank leaves, if there is one.
+            fallen: The failure of this rank, if it does not leave in an orderly way.
         """
         if self.acceptor is not None:
             self.acceptor.close()
@@ -339,8 +333,8 @@ class Formation:
             self._coordinator.close(fallen)
         if self._membership is not None:
             if fallen is not None and self._membership.has_ended:
-                # Nobody can be told. A file that is gone would say that this rank left in good
-                # order; as that of a killed one, it is swept by the next world.
+                # No rank can be told. A removed file would mean that this rank left in an orderly
+                # way, so it stays; the next world removes it.
                 self._files.clear()
             self._membership.leave(fallen)
         for listener in self._listeners:
@@ -348,7 +342,6 @@ class Formation:
         self._remove_files()
 
     def _remove_files(self, error: BaseException | None = None) -> None:
-        """Remove the files of this rank: when it closes, or else when the interpreter ends."""
         for remove in self._files:
             remove()
 

@@ -1,16 +1,13 @@
-"""Heartbeats: who was not heard for how long, and what follows. Pure: time is handed in.
+"""Judge silent ranks by their heartbeats. Pure: the caller passes the time.
 
-A rank that lives says so every beat. The states of a subject::
+The states of a rank::
 
-    HEARD      silent for suspect_after seconds          -> SUSPECTED, which is told
-    SUSPECTED  heard again                               -> HEARD, which is told
-    SUSPECTED  silent for fail_after seconds             -> FAILED, which is told, and stays
+    HEARD      silent for suspect_after seconds  -> SUSPECTED
+    SUSPECTED  heard again                       -> HEARD
+    SUSPECTED  silent for fail_after seconds     -> FAILED
 
-Separate limits, because slow and dead are different things: a process that swaps, sits in a
-debugger or holds the interpreter lock in native code is suspected soon and given up late.
-
-A judge that did not run itself (it was stopped, or its host was suspended) cannot know who was
-silent meanwhile: the time that it missed is not counted against anyone.
+A process that swaps, is in a debugger or holds the interpreter lock in native code is suspected
+soon and given up late. Time in which the judge itself did not run counts against no rank.
 """
 
 from __future__ import annotations
@@ -20,16 +17,16 @@ from collections.abc import Iterable
 
 from rankwire.wire.control_messages import Gone, Patience, Suspected
 
-# A judge that comes so many beats late was not running.
+# A judge that is so many beats late was not running.
 _LATE_BEATS = 3.0
 
 
 class Silence:
-    """Listens for the silence of some ranks. One thread.
+    """Measures how long ranks are silent. For one thread.
 
     Args:
         patience: The limits.
-        subjects: The ranks.
+        subjects: The ranks to watch.
         now: The monotonic time, here and below.
     """
 
@@ -41,16 +38,16 @@ class Silence:
         self._returned = -math.inf  # when the judge ran again after a long absence
 
     def heard(self, rank: int, now: float) -> None:
-        """Take note of a sign of life."""
+        """Record that a rank was heard."""
         if rank in self._heard:
             self._heard[rank] = now
 
     def watch(self, rank: int, now: float) -> None:
-        """Listen for one more."""
+        """Watch one more rank."""
         self._heard[rank] = now
 
     def forget(self, rank: int) -> None:
-        """A subject is gone."""
+        """Stop watching a rank."""
         self._heard.pop(rank, None)
         self._suspected.discard(rank)
 
@@ -60,16 +57,16 @@ class Silence:
         return {rank: now - at for rank, at in list(self._heard.items()) if now - at > limit}
 
     def was_absent(self, now: float) -> bool:
-        """Whether the judge did not run lately, for so long that others may have given it up.
+        """Return whether the judge was stopped recently, so long that ranks may have given it up.
 
-        They count from the last beat that they heard, the judge from the last one that it sent:
-        half of their limit is more than beats and the way can make up for.
+        Ranks count from the last beat that they received, the judge from the last that it sent, so
+        half of their limit is enough.
         """
         limit = self._patience.fail_after
         return now - self._judged > limit / 2 or now - self._returned < limit
 
     def judge(self, now: float) -> list[Suspected | Gone]:
-        """Return what has changed since the last time, to be told. To be called every beat."""
+        """Return what has changed since the last call. To be called every beat."""
         self._pardon(now)
         changes: list[Suspected | Gone] = []
         for rank, at in list(self._heard.items()):
@@ -97,7 +94,6 @@ class Silence:
 
 
 def _silent_reason(seconds: float) -> str:
-    """Return the reason for giving up a rank whose connection stands."""
     return (
         f"its process has been silent for {seconds:.3g} s although its connection stands: stopped, "
         "out of memory, or busy in native code with the interpreter lock held"

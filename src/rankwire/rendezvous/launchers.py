@@ -1,10 +1,8 @@
-"""What the launchers of one job on several hosts say to each other, and the link they say it on.
+"""Connect the launchers of one job on several hosts.
 
-The launcher of node 0 conducts: it hears how many ranks each host has, tells all when to start and
-to stop, and hears how each rank ended. It listens at one port for ranks and launchers alike; both
-prove that they know the job's secret. A launcher whose link ends is gone, and the job with it.
-
-A link is used by one thread, the launcher's own.
+Each launcher tells the launcher of node 0 how many ranks it has and how they ended; node 0 tells
+all launchers when to start and stop. It listens at one port for ranks and launchers, which both
+authenticate with the job's secret. If a launcher's connection ends, the job fails.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
-# The name of the job comes with Start; until then the secret alone tells jobs apart.
+# ``Start`` brings the name of the job; until then only the secret tells jobs apart.
 LAUNCH_JOB = "rankwire run"
 _MAX_LAUNCHER_NBYTES = 16 << 20
 _TELLING_PATIENCE = 0.5
-_MAX_LINES = 100  # of what a rank wrote to stderr last
+_MAX_LINES = 100  # the last lines of a rank's stderr
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """To node 0: I am here, and have so many ranks to start."""
+    """To node 0: this launcher is ready to start so many ranks."""
 
     ranks: int
     host: str
@@ -45,11 +43,11 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """From node 0: start your ranks.
 
     Attributes:
-        world_size: How many ranks there are on all hosts.
-        first_rank: The first of yours.
+        world_size: The number of ranks on all hosts.
+        first_rank: The first rank of this launcher.
         job: The name of the job, new with each attempt.
         attempt: How many times the ranks were started before.
-        stays: Whether to stay when all yours have ended, because one may be started anew.
+        stays: Whether to stay when all its ranks have ended, because one may be restarted.
     """
 
     world_size: int
@@ -60,11 +58,11 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """From node 0: start one of your ranks anew, which has ended.
+    """From node 0: restart one of your ranks, which has ended.
 
     Attributes:
-        rank: Which.
-        incarnation: How many times that was done, this time included.
+        rank: The rank.
+        incarnation: How many times it was restarted, this time included.
     """
 
     rank: int
@@ -78,18 +76,18 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """From node 0: no rank is started anew any more; be over when yours have ended."""
+    """From node 0: no rank will be restarted; send ``Over`` when yours have ended."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """To node 0: one of my ranks has ended.
 
     Attributes:
-        rank: Which.
+        rank: The rank.
         code: Its exit code, or None.
         signal: The signal that killed it, or None.
-        is_oom: Whether the kernel killed it for want of memory.
-        by_itself: Whether it was not asked to.
+        is_oom: Whether the kernel killed it because memory ran out.
+        by_itself: Whether it ended without being asked to.
     """
 
     rank: int
@@ -110,7 +108,7 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """To node 0: nothing of mine runs any more.
+    """To node 0: all ranks of this launcher have ended.
 
     Attributes:
         stopped: Ranks that ended after they were asked to.
@@ -124,7 +122,7 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):
-    """To node 0: this signal came here, and means the job."""
+    """To node 0: this launcher received a signal for the job."""
 
     number: int
 
@@ -141,8 +139,8 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
     Attributes:
         code: The exit code.
-        text: What became of the job, if there is something to say.
-        was_asked: Whether the user asked the job to end: then who does not read is not waited for.
+        text: How the job ended, or an empty text.
+        was_asked: Whether the user ended the job: then do not wait for blocked readers of output.
     """
 
     code: int
@@ -159,7 +157,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def _harmless(message: Message) -> Message:
-    """Return a message with texts that may be printed."""
+    """Return a message whose texts are safe to print."""
     match message:
         case Here(host=host):
             return replace(message, host=one_line(host))
@@ -177,13 +175,13 @@ def _harmless(message: Message) -> Message:
 
 
 class LauncherLink:
-    """The connection between two launchers, for a selector.
+    """Connects two launchers; a selector can watch it. For one thread.
 
     Args:
-        stream: It has been authenticated. Owned from now on.
-        node: Whose launcher is at the other end.
-        clock: By which it waits.
-        seals: By which frames are protected, if they are.
+        stream: The authenticated stream, which the link closes.
+        node: The node at the other end.
+        clock: The clock for all waits.
+        seals: Protects the frames; None if they are not protected.
     """
 
     def __init__(self, stream: AnySocket, node: int, clock: Clock, seals: Seals | None) -> None:
@@ -198,7 +196,7 @@ class LauncherLink:
         return self._connection.fileno()
 
     def tell(self, message: Message) -> None:
-        """Send a message without waiting; ``receive`` finds who does not take it to be gone."""
+        """Send a message; if that fails, the next ``receive`` raises the error."""
         payload, patience = _encode(message), Deadline(_TELLING_PATIENCE, self._clock)
         try:
             self._connection.send(CONTROL, ([payload], len(payload)), patience)
@@ -206,10 +204,10 @@ class LauncherLink:
             self._connection.fail(error)
 
     def receive(self) -> list[Message]:
-        """Return what has come, without waiting.
+        """Return the messages that have arrived, without waiting.
 
         Raises:
-            RankwireError: The other launcher is gone, or sent what is no message.
+            RankwireError: The other launcher is gone, or sent an invalid message.
         """
         if self._connection.failure is not None:
             raise _of_a_launcher(self._connection.failure)
@@ -223,12 +221,12 @@ class LauncherLink:
             raise InvalidMessageError(f"a launcher's message does not decode: {error}") from error
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._connection.close()
 
 
 def _of_a_launcher(error: RankwireError) -> RankwireError:
-    """Return an error without its rank: the other end of this connection has none."""
+    """Return a copy of an error without a rank: a launcher has none."""
     twin = error.copy()
     twin.peer = None
     if isinstance(error, PeerLostError):
@@ -253,18 +251,18 @@ def dial_launcher(
 
     Args:
         address: Where it listens.
-        secret: The job's.
+        secret: The job's secret.
         node: This launcher's number.
-        nodes: How many launchers there are.
+        nodes: The number of launchers.
         policy: How the connection is protected; the same on both ends.
-        deadline: For the answer.
-        check: Called now and then while waiting; what it raises ends the wait.
+        deadline: The limit for the answer.
+        check: Called repeatedly while waiting; an exception from it ends the wait.
 
     Raises:
         NoConnectionError: No launcher listens there yet.
         AuthenticationError: The secrets differ, or TLS is not possible with it.
-        RendezvousError: It does not want this node.
-        DeadlineExceededError: No answer in time.
+        RendezvousError: Node 0 refuses this node.
+        DeadlineExceededError: Node 0 did not answer in time.
     """
     limit = deadline.sooner(HANDSHAKE_LIMIT)
     where = TcpAddress.parse(address)

@@ -1,8 +1,7 @@
-"""Membership: a member's side of its control connection once the world has formed.
+"""Keep a member's control connection once the world has formed.
 
-It says every beat that this process lives, hears from the coordinator who is silent or gone, and
-judges the coordinator itself by its beats. Runs on the acceptor's thread; the mirror is
-``coordinator``.
+It sends heartbeats, receives from the coordinator which ranks are silent or gone, and watches the
+coordinator's own heartbeats. It runs on the acceptor's thread.
 """
 
 from __future__ import annotations
@@ -37,40 +36,40 @@ _LAST_WORDS_PATIENCE = 0.2
 
 
 class Audience(Protocol):
-    """Who wants to know. Called on the acceptor's thread; must not block."""
+    """Handles what the coordinator tells. Called on the acceptor's thread; must not block."""
 
     def on_gone(self, gone: Gone) -> None:
-        """A rank has died or left."""
+        """Handle that a rank has died or left."""
 
     def on_joined(self, joined: Joined) -> None:
-        """A rank that was gone was started anew, and will dial and can be dialled from now on."""
+        """Handle that a restarted rank will dial, and can be dialled."""
 
     def describe_doing(self) -> Doing:
-        """Return what this process does, for those who wait for it."""
+        """Return what this process does, for the ranks that wait for it."""
 
     def on_suspected(self, suspected: Suspected) -> None:
-        """A rank has become silent, or is heard again."""
+        """Handle that a rank has become silent, or is heard again."""
 
     def on_notice(self, notice: Notice) -> None:
-        """The coordinator tells something about a collective of a group."""
+        """Handle a notice about a collective."""
 
     def on_agent_answer(self, number: int) -> None:
-        """The coordinator answers what an agent of this rank has said under a number."""
+        """Handle the answer to a numbered message of an agent of this rank."""
 
     def on_silences(self, silent: dict[int, float]) -> None:
-        """A beat has come, with the ranks that missed theirs."""
+        """Handle a heartbeat, with the ranks that missed theirs."""
 
     def on_coordinator_gone(self, error: RankwireError) -> None:
-        """The control connection has ended: it is not told any more who is gone."""
+        """Handle the end of the control connection."""
 
 
 class Membership:
-    """Beats, and listens to the coordinator.
+    """Sends heartbeats, and receives from the coordinator.
 
-    ``begin`` before the acceptor starts, ``leave`` after it has stopped.
+    Call ``begin`` before the acceptor starts, ``leave`` after it has stopped.
 
     Attributes:
-        has_ended: Whether the coordinator is gone, so that what is said is not heard any more.
+        has_ended: Whether the connection to the coordinator has ended.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Membership:
         self.has_ended = False
 
     def begin(self, heard_already: list[Frame]) -> None:
-        """Begin with what came right behind the world."""
+        """Begin with the frames that were received after the world."""
         self._acceptor.watch(self._control, self._heard, self._ended)
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._heard(heard_already)
@@ -113,7 +112,7 @@ class Membership:
                     self._audience.on_agent_answer(number)
 
     def report(self, message: Notice | AgentSays) -> None:
-        """Report to the coordinator what a collective or an agent does here."""
+        """Send the coordinator a report about a collective or an agent."""
         if not self.has_ended:
             tell(self._control, message)
 
@@ -125,7 +124,7 @@ class Membership:
             if isinstance(change, Suspected):
                 self._audience.on_suspected(change)
                 continue
-            # In case it wakes up: it must not take the end of this connection for a death.
+            # If it wakes up, it must not take the end of this connection for a loss.
             tell(self._control, change)
             self._acceptor.unwatch(self._control)
             error = PeerUnresponsiveError(change.rank, change.reason)
@@ -137,11 +136,11 @@ class Membership:
         self._audience.on_coordinator_gone(error)
 
     def silences(self) -> dict[int, float]:
-        """Return the seconds of silence of a coordinator that missed a beat. Any thread may ask."""
+        """Return how long the coordinator is silent, if it missed a beat. Safe from any thread."""
         return {} if self.has_ended else self._silence.lengths(self._now())
 
     def leave(self, fallen: Fallen | None) -> None:
-        """Leave the world, in good order or by an error, which the coordinator then tells all."""
+        """Leave the world in an orderly way, or with a failure that the coordinator passes on."""
         if fallen is None:
             self._control.farewell(AT_ONCE)
         else:

@@ -1,8 +1,7 @@
-"""How many files this process may have open.
+"""Raise the limit of open files.
 
-Most systems begin with a soft limit of 1024, so that programs that use ``select`` are safe, and a
-hard limit that is much higher: a process that needs more raises its own soft limit. Processes
-that it starts inherit the new limit.
+Most systems have a soft limit of 1024, for programs that use ``select``, and a much higher hard
+limit. Child processes inherit the new limit.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import resource
 
 
 def allow(more: int) -> int:
-    """Raise the soft limit, if necessary and as far as possible, so that more files can be opened.
-
-    Args:
-        more: How many, besides those that are open now.
+    """Raise the soft limit if necessary, so that ``more`` files can be opened.
 
     Returns:
-        By how many files the limit is too low nevertheless.
+        How many files the limit is still too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_now() + more
@@ -32,5 +28,5 @@ def allow(more: int) -> int:
 def _open_now() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
-    except OSError:  # a container without /proc: as many as an ordinary program has
+    except OSError:  # a container without /proc: assume an ordinary program
         return 64

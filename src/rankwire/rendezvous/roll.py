@@ -1,4 +1,4 @@
-"""The roll: which rank waits in which operation of which group, kept by the coordinator. Pure.
+"""Keep which rank waits in which operation of which group, for the coordinator. Pure.
 
 A rank reports once that it waits in an operation, may ask once who is missing, and reports that an
 operation has failed. The roll answers only if there is something to say:
@@ -10,8 +10,8 @@ operation has failed. The roll answers only if there is something to say:
 - A rank waits in an operation that has failed, or has not heard of an earlier failure: it is told.
 - A rank asks who is missing: it is told which ranks have not come to this operation or a later one.
 
-So a late rank costs one message of each rank that waits, and a rank whose time is nearly up two
-more. What is kept is bounded for each rank, and dropped when the rank is gone.
+So a late rank costs one message from each rank that waits, and two more near its deadline. What is
+kept is bounded for each rank, and dropped when the rank is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_WAYS = 4  # descriptions of one operation that are kept
 
 
 class Roll:
-    """Keeps the roll of a world. Used by one thread at a time.
+    """Keeps the reports of a world's ranks. Used by one thread at a time.
 
     Args:
         world_size: The number of ranks in the world.
@@ -45,10 +45,10 @@ class Roll:
         self._of_rank: dict[int, OrderedDict[_Key, None]] = {}
 
     def hear(self, src: int, notice: Notice) -> Told:
-        """Take a report of a rank, and yield whom to tell what.
+        """Take a report of a rank, and yield the ranks to notify with their notices.
 
-        The roll notes that it has told something when the next item is asked for. So a report that
-        is repeated after an interrupt is told again.
+        A notice counts as sent when the next one is asked for. So a report that is repeated after
+        an interrupt is sent again.
         """
         members = notice.members or self._world
         notice = replace(notice, src=src, members=())
@@ -89,7 +89,7 @@ class _GroupRoll:
     def __init__(self, members: tuple[int, ...]) -> None:
         self._members = members
         self.last: dict[int, int] = {}
-        # By number: each description, with the first report that has it.
+        # By number: each description, with its first report.
         self._described: dict[int, dict[str, Notice]] = {}
         self._failed: dict[int, Notice] = {}
 
@@ -101,7 +101,7 @@ class _GroupRoll:
             yield told
         if not is_told:
             for number, failure in sorted(self._failed.items()):
-                if notice.epoch <= number <= notice.sequence:  # it began before it heard of it
+                if notice.epoch <= number <= notice.sequence:  # it began before it was told
                     is_told = True
                     yield notice.src, failure
         if notice.state == "asking" and not is_told:
@@ -140,7 +140,7 @@ class _GroupRoll:
         """Return how an operation fails because two ranks cannot both be right about it."""
         begin, number = min(first.epoch, second.epoch), first.sequence
         if any(begin <= failed <= number for failed in self._failed):
-            return None  # they are told of that
+            return None  # the ranks are told of that
         if first.epoch != second.epoch:
             knows, other = sorted((first, second), key=lambda each: -each.epoch)
             return self._unreported_failure(knows, other)
@@ -185,14 +185,14 @@ class _GroupRoll:
             del self._failed[min(self._failed)]
 
     def _to_all_but(self, src: int, notice: Notice) -> Told:
-        """Address all members; last the one that caused a failure, which may leave upon it."""
+        """Address all members; last the one that caused a failure, because it may leave then."""
         first = [r for place, r in enumerate(self._members) if place != notice.culprit]
         last = [r for place, r in enumerate(self._members) if place == notice.culprit]
         return ((rank, notice) for rank in (*first, *last) if rank != src)
 
 
 def _lines(*places: tuple[int, str]) -> str:
-    """Return the lines of the program at which ranks are, as the end of a sentence."""
+    """Return where in the program ranks are, as the end of a sentence."""
     known = [f"rank {rank} at {where}" for rank, where in places if where]
     if len(known) > 1 and len({where for _, where in places}) == 1:
         return f" (both are at {places[0][1]})"

@@ -1,7 +1,7 @@
-"""The runtime folder of this user on this host: who can share socket files, and where they are.
+"""Find this user's runtime folder on this host, for socket files and secrets.
 
-A folder is used only if it is this user's, closed to all others and no link, and if what it is in
-lets no other user replace it. So it need not be trusted who made it.
+A folder is used only if this user owns it, no other user can enter it, it is not a link, and no
+other user can replace it. So it does not matter which process made it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rankwire import runtime
 from rankwire.errors import ConfigurationError
 
-# Names the folder itself; a launcher that had to choose another hands it down so.
+# The folder to use; a launcher sets it for its ranks if it had to choose another.
 RUNTIME_DIR = "RANKWIRE_RUNTIME_DIR"
 WHAT_TO_SET = f"Set {RUNTIME_DIR} to a folder of yours with mode 0700"
 _SHARED = Path("/tmp")
@@ -27,11 +27,11 @@ _SHARED = Path("/tmp")
 _LONGEST_FOLDER = 107 - 1 - 33
 
 _log = logging.getLogger("rankwire")
-_said: set[str] = set()  # by this process
+_said: set[str] = set()  # warnings that this process has logged
 
 
 def host_id() -> str:
-    """Return a text that is equal for two processes of one host and one network namespace."""
+    """Return a text that identifies this host and network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{namespace('net')}"
@@ -40,12 +40,10 @@ def host_id() -> str:
 
 
 def runtime_folder() -> Path:
-    """Return this user's folder for socket files and agreed secrets, which no other user can enter.
-
-    Says once by a warning of the logger if it is not the one that was asked for.
+    """Return this user's runtime folder; log a warning, once, if it is not the first choice.
 
     Raises:
-        ConfigurationError: None can be had.
+        ConfigurationError: No folder is safe.
     """
     folder, trouble = find_runtime_folder()
     if trouble and trouble not in _said:
@@ -55,14 +53,13 @@ def runtime_folder() -> Path:
 
 
 def find_runtime_folder() -> tuple[Path, str]:
-    """Return the first folder that is safe, made if need be, and why it is not an earlier one.
+    """Return the first safe folder, which is made if necessary, and why the others are not safe.
 
-    In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``;
-    ``rankwire-UID`` in ``/tmp``, which another user can make first and so take away; and what
-    no other user can take, a folder in this user's home, for this host alone.
+    In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``; ``rankwire-UID``
+    in ``/tmp``, which another user can make first; a folder for this host in this user's home.
 
     Raises:
-        ConfigurationError: None is.
+        ConfigurationError: No folder is safe.
     """
     troubles: list[str] = []
     for candidate in _candidates():
@@ -74,22 +71,19 @@ def find_runtime_folder() -> tuple[Path, str]:
 
 
 def runtime_folders() -> Iterator[Path]:
-    """Yield every safe folder that is there: another process may have chosen a later one.
-
-    A user that blocks one can clear the way between the choices of two processes.
-    """
+    """Yield every safe folder that exists: another process may have chosen another one."""
     for candidate in _candidates():
         with suppress(ConfigurationError):
             yield _checked(candidate, may_be_made=False)
 
 
 class _Candidate(NamedTuple):
-    """A folder that may be used.
+    """Describes a folder that may be used.
 
     Attributes:
-        base: What must be there and safe; the folder is made in it.
-        folders: Those below it, each for this user alone; the last is the one meant.
-        named: How it was asked for, for the texts.
+        base: The folder above it, which must exist and be safe.
+        folders: The folders below ``base``, each for this user alone; the last is the candidate.
+        named: How the user named it, for the texts.
     """
 
     base: Path
@@ -114,10 +108,10 @@ def _candidates() -> Iterator[_Candidate]:
 
 
 def _checked(candidate: _Candidate, *, may_be_made: bool) -> Path:
-    """Return a candidate's folder, which is this user's, no link, and closed to all other users.
+    """Return a candidate's folder.
 
     Raises:
-        ConfigurationError: It is not safe, or cannot be had.
+        ConfigurationError: It is not safe, or cannot be made.
     """
     asked = candidate.named or candidate.base
     try:
@@ -141,7 +135,7 @@ def _checked(candidate: _Candidate, *, may_be_made: bool) -> Path:
 
 
 def _check_base(base: Path, asked: Path | str) -> None:
-    """Raise if another user can put another folder in the place of one in ``base``."""
+    """Raise an error if another user can replace a folder in ``base``."""
     status = base.stat()
     if status.st_uid not in (os.geteuid(), *_system_users()):
         raise ConfigurationError(f"{asked}: it belongs to another user")
@@ -150,7 +144,7 @@ def _check_base(base: Path, asked: Path | str) -> None:
 
 
 def _system_users() -> tuple[int, ...]:
-    """Return who may own the folders above: root, also as seen where root has no number."""
+    """Return root's user id, and the id that stands for root in a user namespace."""
     try:
         return 0, int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
@@ -158,24 +152,24 @@ def _system_users() -> tuple[int, ...]:
 
 
 def new_socket_path() -> str:
-    """Return a path for a socket file; its name says which process it belongs to."""
+    """Return a path for a socket file; its name contains this process's id."""
     name = f"{namespace('pid')}-{runtime.getpid()}-{runtime.token_hex(4)}.sock"
     return str(runtime_folder() / name)
 
 
 def has_removed(path: str) -> bool:
-    """Whether the process to which a socket file belonged has removed it, as one that leaves does.
+    """Return whether the owner of a socket file has removed it, as a process that leaves does.
 
-    False if that cannot be said: a process of another container may have files that are not seen.
+    False if that is not known: files of another container may not be visible.
     """
     file = Path(path)
     return file.name.startswith(f"{namespace('pid')}-") and not file.exists()
 
 
 def remove_socket_file(path: str) -> None:
-    """Remove the socket file of another process of this user; a path elsewhere is left alone.
+    """Remove the socket file of another process of this user.
 
-    The path is what that process said, and it may have said anything.
+    That process named the path, so a path outside the runtime folders is ignored.
     """
     file = Path(path)
     if file.suffix == ".sock" and file.parent in runtime_folders():
@@ -183,7 +177,7 @@ def remove_socket_file(path: str) -> None:
 
 
 def sweep_socket_files() -> None:
-    """Remove socket files whose processes are dead: one that is killed cannot remove its own."""
+    """Remove the socket files of killed processes."""
     ours = str(namespace("pid"))
     for path in (path for one in runtime_folders() for path in one.glob(f"{ours}-*-*.sock")):
         pid = path.name.split("-")[1]
@@ -192,7 +186,7 @@ def sweep_socket_files() -> None:
 
 
 def namespace(kind: str) -> int:
-    """Return the number of this process's namespace of a kind; 0 where there are none."""
+    """Return the number of this process's namespace of a kind; 0 if there are no namespaces."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
