@@ -31,15 +31,7 @@ class Operand:
         is_opaque: Whether the elements can be moved but not reduced.
     """
 
-    __slots__ = (
-        "array",
-        "dtype_name",
-        "has_gaps",
-        "is_bfloat16",
-        "is_opaque",
-        "shape",
-        "value",
-    )
+    __slots__ = ("array", "dtype_name", "has_gaps", "is_bfloat16", "is_opaque", "shape", "value")
 
     def __init__(
         self,
