@@ -1,21 +1,14 @@
 """How the ranks of a process group find each other: torch's store, or the world of a launcher.
 
 Every process that reaches torch's store can read and write it, so no secret goes through it. Each
-rank writes a hash of its host and user, and whether it has a secret. Rank 0 waits for all of them
-and publishes its address:
+rank writes a hash of its host and user, and whether it has a secret. If all are processes of one
+user on one host, rank 0 listens on loopback, and they can agree on a secret through a private file.
+Otherwise all need the job's secret, and rank 0 listens on a reachable address. A process that
+writes false entries can prevent the world from forming; it cannot join or learn a secret.
 
-- If all ranks are processes of one user on one host, rank 0 listens on loopback. Without a given
-  secret they agree on one through a file that other users cannot read (``rendezvous/secret.py``).
-- Otherwise all ranks must have the job's secret, and rank 0 listens on a reachable address. If one
-  has none, all ranks raise an error that says how to provide it.
-
-A process that writes false entries can prevent the world from forming; it cannot join or learn a
-secret.
-
-torch's ``env://`` needs ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where they
-are missing and another launcher started this process (``rankwire run``, ``mpiexec``, ``srun``), or
-with ``init_method="rankwire://"``, rankwire forms the world first and torch's store follows: a
-private file within one host, otherwise a ``TCPStore``.
+Where the variables of torch's ``env://`` are missing and another launcher started this process
+(``rankwire run``, ``mpiexec``, ``srun``), or with ``init_method="rankwire://"``, rankwire forms the
+world first, and then a store for torch: a private file within one host, otherwise a ``TCPStore``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The autograd contexts of this rank, and which one a thread is in.
 
 A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
-knows the id was called in the context. A rank learns of a context by the first call in it. It ends
-with its creator's ``with`` block, or with its creator; each rank tells the ranks that it called in
-the context (``autograd_engine``). Kept here: which tensors left and arrived in messages, and the
-gradients. Nothing here calls a rank.
-
-Each rank can have ``MOST_KEPT`` contexts and messages with tensors kept here by its calls.
+knows the id was called in the context. It ends with its creator's ``with`` block, or with its
+creator; each rank tells the ranks that it called in it (``autograd_engine``). Each rank can have
+``MOST_KEPT`` contexts and messages with tensors kept here by its calls.
 
 Locks: the table's and each context's own, both innermost; nothing is called while one is held.
 """

@@ -1,21 +1,12 @@
 """Run backward passes over several ranks, and end contexts.
 
-The rank on which ``backward`` is called conducts the pass, in two steps.
-
-1. *Reach.* It follows its own graph from the roots to the messages whose gradients are needed, asks
-   their senders what these reach, and so on. Each rank then knows which of its messages take part.
-   This takes a round of calls for each hop.
-2. *Run.* All these ranks run their parts at once (``autograd_pass``), and send each other gradients
-   as they have them. The pass ends with the last part.
-
-torch's own engine skips the first step (its FAST mode): it expects a gradient for every tensor that
-was sent, and hangs if a result was not used.
+The rank on which ``backward`` is called conducts the pass. First it asks rank after rank which
+messages the gradients reach (a round of calls for each hop); torch's engine skips this step, and
+hangs if a result was not used. Then all these ranks run their parts at once (``autograd_pass``).
 
 The first part that fails ends the pass on all ranks, and the error names its rank. The conductor
 notices a lost rank by its call to it; a rank whose conductor is lost cancels its part. All calls
-share the timeout of RPC.
-
-Limits: CPU tensors only, and no second derivatives across ranks.
+share the timeout of RPC. There are no second derivatives across ranks.
 """
 
 from __future__ import annotations

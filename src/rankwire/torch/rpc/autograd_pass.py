@@ -1,20 +1,14 @@
 """One rank's part of a backward pass over several ranks.
 
-The part begins at the roots, and at messages of this rank whose tensors get gradients from their
-receivers (``Sent``). It ends at leaves and at received messages (``Received``), whose gradients go
-to their senders. ``reach`` finds the messages that take part, so that nothing waits for a gradient
-that never comes. ``run`` then has torch's engine run the whole part once, so hooks, anomaly
-detection and freeing of the graph work as usual.
-
-The engine blocks inside a node while gradients are missing. It must not wait for what that blocks:
+It begins at the roots and at messages whose receivers send gradients back (``Sent``), and ends at
+leaves and at received messages (``Received``). ``reach`` finds the messages that take part; then
+torch's engine runs the part once. The engine blocks inside a node while gradients are missing, and
+must not wait for what that blocks:
 
 - Messages are awaited in a chain of nodes (``Awaited``), the last sent first. The gradient of a
   message depends only on messages that this rank sent after it.
 - A waiting node runs only if no other is ready. The engine runs ready nodes by sequence number,
   highest first. Waiting nodes have 0; other nodes that have 0 are raised to 1.
-
-So the last message of a pass that has no gradient yet is never blocked, on any rank, and the pass
-ends.
 
 Threads: ``run`` is called once, by one thread; ``arrive`` and ``fail`` come from any. One condition
 guards what they share; nothing is called while it is held.

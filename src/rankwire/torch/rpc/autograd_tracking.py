@@ -1,13 +1,9 @@
 """Send and receive tensors that require gradients, inside a context.
 
-A call in a context travels as a ``TrackedCall``, its result as a ``TrackedResult``. While it is
-encoded, the codec's tensor hook numbers the tensors that require gradients (``sent``). The *seal*
-is the last part of the message: by then all of them are known, and become the inputs of one
-autograd node, ``Sent``. At the receiver they become the outputs of one node, ``Received``. A
-backward pass leaves a rank at one and enters the next at the other; the thread knows which pass it
-runs (``HERE.running``).
-
-Messages come from the wire: one with a missing number is refused.
+While a call or result is encoded, the codec's tensor hook numbers these tensors (``sent``). The
+*seal* is the last part of the message: by then all are known, and become the inputs of one autograd
+node, ``Sent``. At the receiver they are the outputs of one node, ``Received``. A backward pass
+leaves one rank and enters another at these nodes. A message with a missing number is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Futures and errors of calls, as torch programs expect them.
 
-``CallFuture`` is a ``torch.futures.Future`` that ends with rankwire's future of the call. A thread
-in ``wait()`` reads the connection itself.
-
-An error that a function raised on another worker arrives with its own class if the naming rule
-allows that class: one of Python's, or of the program's. Every other failure is a ``RuntimeError``,
-with torch's wording where programs look for it. rankwire's error is the ``__cause__``.
+A remote error has its own class if the naming rule allows that; every other failure is a
+``RuntimeError`` with torch's wording. rankwire's error is the ``__cause__``.
 
 The traceback of a raised error holds frames. If one of them held the future, the cycle through C++
 would never be collected and would keep the caller's locals alive. So none of our frames holds it.

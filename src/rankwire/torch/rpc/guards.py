@@ -1,13 +1,10 @@
 """Decide which methods of shared objects other ranks may call, and check arguments.
 
-Sharing an object does not share all that its class can do: an array can write a file, a path can
-delete one. A method may be called if the naming rule lets others reach the class that defines it.
-Otherwise it must be in one of the tables here, which follow the rule of ``listed_functions``. With
-``allow="decorated"`` the tables do not apply. The name must be public or one of a few dunders, and
-is looked up in the class, so that nothing that was stored in the object is called. In worlds with
+Sharing an object does not share all that its class can do: an array can write a file. A method may
+be called if the naming rule lets others reach the class that defines it, or if it is in a table
+here, which follows the rule of ``listed_functions`` (not with ``allow="decorated"``). The name is
+looked up in the class, so that nothing that was stored in the object is called. In worlds with
 pickle every method may be called, as with torch.
-
-A function or constructor of torch or Python that is called by name runs behind a check, too.
 """
 
 from __future__ import annotations

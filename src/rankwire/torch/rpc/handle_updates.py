@@ -1,12 +1,9 @@
 """Tell the owners of remote objects which handles this rank has passed on or released.
 
-A handle is released when its Python object is garbage, which may happen in any thread at any
-moment. So nothing is sent there: the update goes into a queue, and a thread sends the queue to each
-owner, one message at a time and in order. The owner relies on that order (``owned_objects``): that
-a handle was passed on is told before the one it was made from is released.
-
-Thread: one, started by the first handle. It never waits for an owner: the end of a message comes
-into the queue too.
+A handle may become garbage in any thread at any moment. So its update goes into a queue, and a
+thread sends the updates to each owner, one message at a time and in order. The owner relies on that
+order (``owned_objects``). The thread never waits for an owner: the end of a message comes into the
+queue too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Layers of torch that another rank may create here, and those that it may run.
 
-Both follow the rule of ``listed_functions``: whatever the arguments are, neither ends the process,
-shows memory, or creates more than ``bounds.ResultLimits``. A ``RemoteModule`` may create a few
-layers. More can be run, because a function of the program created them, and a ``Sequential`` if all
-its layers can. A layer is created on zeroed, counted memory, so ``torch.empty`` in a constructor
-shows nothing. Pure, and safe from any thread.
+Both follow the rule of ``listed_functions``. More layers can be run than created, because a
+function of the program created them. A layer is created on zeroed, counted memory, so
+``torch.empty`` in a constructor shows nothing. Pure, and safe from any thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Join and leave the workers: ``init_rpc`` and ``shutdown``.
 
-The ranks meet in torch's store, under a prefix of their own (``torch_rendezvous``), or in the world
-of a launcher. A graceful ``shutdown`` waits until every worker has called it and no call is in
-progress anywhere, because a call may have started others that no caller waits for. A lost worker
-is not waited for: the others go on serving each other, and shut down without it.
+A graceful ``shutdown`` waits until every worker has called it and no call is in progress anywhere,
+because a call may have started others that no caller waits for. If a worker is lost, the others
+shut down without it.
 """
 
 from __future__ import annotations

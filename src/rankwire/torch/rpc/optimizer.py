@@ -1,11 +1,8 @@
 """DistributedOptimizer: an optimizer on each rank that has parameters, stepped together.
 
-Each rank creates an optimizer of its own parameters and steps it with the gradients that a
-distributed autograd context has there; no parameter or gradient is sent. It replaces torch's class
-of that name, which runs as TorchScript on torch's own references.
-
-Ranks call the exposed functions at the end. torch's optimizers are requested by name; any other is
-a class of the program, under the naming rule.
+Each rank steps an optimizer of its own parameters with the gradients that a distributed autograd
+context has there; no parameter or gradient is sent. torch's optimizers are requested by name; any
+other is a class of the program, under the naming rule.
 """
 
 from __future__ import annotations

@@ -154,12 +154,7 @@ class OwnedObjects:
         self._lost: dict[int, BaseException] = {}
 
     def expect(self, id: ObjectId, src: int) -> OwnedObject:
-        """Return an object that a rank has a handle of; it may not have been created yet.
-
-        Raises:
-            PermissionError: The rank has no handle of it.
-            OverloadedError: It does not exist yet, and the rank has too many such objects.
-        """
+        """Return an object that a rank has a handle of; it may not have been created yet."""
         with self._lock:
             return self._expect(id, src) or self._never_made(id)
 

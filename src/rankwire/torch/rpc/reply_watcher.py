@@ -1,16 +1,12 @@
-"""Have replies read for futures that a thread waits for in C++.
+"""Have replies read for futures that a thread waits for in C++ (``torch.futures.wait_all``).
 
-``torch.futures.wait_all`` and ``collect_all`` wait in C++, invisible to Python. Reading every reply
-as soon as it arrives would cost more than the calls: the reader thread and the calling thread would
-compete for the interpreter. Most futures are waited for at once, by threads that read for
-themselves. So a thread waits for a pause between calls, and then has the replies read that have not
-arrived.
+Reading every reply as soon as it arrives would cost more than the calls: the reader would compete
+with the caller for the interpreter, and most callers read for themselves. So a thread waits for a
+pause between calls, and has the missing replies read. A thread that waits in Python reads all
+replies of its rank; calls to that rank are put aside until it stops.
 
-While a thread waits in Python for a reply of a rank, it reads all replies of that rank. Calls to
-that rank are put aside, and checked again when the thread stops reading.
-
-Thread: one, started by the first future, asleep while there is none. Lock: ``_lock`` guards the
-readers and the calls that are put aside; nothing is called while it is held.
+Thread: one, started by the first future. Lock: ``_lock`` guards the readers and the calls that are
+put aside; nothing is called while it is held.
 """
 
 from __future__ import annotations

@@ -100,15 +100,6 @@ class Session:
         codec: Encodes and decodes values.
         timeout: Default timeout of calls in seconds; 0 is no limit.
         threads: The number of calls that are served at once.
-
-    Attributes:
-        me: This worker.
-        ranks: The rank of each name.
-        names: The names of functions that were called.
-        owned: The objects of this rank that others hold.
-        updates: Tells other ranks of the handles of their objects.
-        watcher: Has replies read for futures that C++ waits for.
-        gatherings: Gathers values of several workers.
     """
 
     def __init__(
@@ -128,7 +119,7 @@ class Session:
         self.rule = rule
         self.timeout = timeout
         self.threads = threads
-        self.names: dict[Any, str] = {}
+        self.names: dict[Any, str] = {}  # of functions that were called
         self.agent = RpcAgent(
             backend,
             name="rankwire.torch.rpc",
@@ -149,12 +140,7 @@ class Session:
     # -- who ---------------------------------------------------------------------------------------
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank that a name, a rank or a ``WorkerInfo`` means.
-
-        Raises:
-            RuntimeError: There is no such worker.
-            ValueError: It is none of these types.
-        """
+        """Return the rank that a name, a rank or a ``WorkerInfo`` means, or raise torch's error."""
         if isinstance(to, WorkerInfo):
             to = to.id
         if isinstance(to, str):

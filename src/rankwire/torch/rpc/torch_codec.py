@@ -1,14 +1,10 @@
 """Encode what torch programs send: tensors, references, workers, functions and classes.
 
-A contiguous dense tensor is encoded by rankwire's codec. Others keep their strides,
-``requires_grad`` or sparse layout. Functions, classes and class methods travel by name under
-``naming_rule``, or as pickles where these are allowed.
-
-What is decoded comes from another rank: every number is checked before torch sees it.
+Functions, classes and class methods travel by name under ``naming_rule``, or as pickles where these
+are allowed. What is decoded comes from another rank: every number is checked before torch sees it.
 
 The owner counts a handle for the receiving rank before the message leaves; a rank that passes one
 on tells the owner (``handle_updates``). If the message is certain not to leave, that is undone.
-Lock: ``_sent_back_lock`` guards how often a handle was sent to its owner. A leaf.
 """
 
 from __future__ import annotations
@@ -235,7 +231,7 @@ def _register_named(codec: Codec, rule: NamingRule) -> None:
 
 
 _MAX_NUMBER = 2**63
-_sent_back_lock = threading.Lock()
+_sent_back_lock = threading.Lock()  # guards ``RRef._sent_back``; a leaf
 
 
 def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:

@@ -1,18 +1,13 @@
 """The requests between ranks beyond calls of the program's functions, and who may send them.
 
-A verb is registered with the agent under a name that no module has. Each one checks its sender
-first; the table says which senders it accepts:
+Each verb checks its sender first; ``SENDERS`` says which ones it accepts:
 
-- *Holder*: the sender has a handle of the object. It proves that by the key in the object's id, 63
-  random bits that travel only inside handles. So a handle works at once, even if the owner has not
-  yet heard from the rank that passed it on.
-- *Creator*: the sender's rank is the one in the object's id.
-- *Member*: the sender knows the context's id, of which 48 bits are random and which travels only
-  inside calls in the context.
-- *Conductor*: the sender's rank is the one in the number of the backward pass.
+- *Holder*: has a handle of the object, proved by the key in its id (63 random bits). So a handle
+  works at once, even if the owner has not yet heard from the rank that passed it on.
+- *Creator*: the rank in the object's id. *Conductor*: the rank in the number of the backward pass.
+- *Member*: knows the context's id, of which 48 bits are random.
 
-``docs/security-details.md`` has the same table; ``test_rpc_verbs.py`` sends each verb from a rank
-that may not.
+``docs/security-details.md`` has the same table; ``test_rpc_verbs.py`` checks both.
 """
 
 from __future__ import annotations
