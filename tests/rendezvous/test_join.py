@@ -419,7 +419,7 @@ def test_a_stranger_at_the_address_is_recognised_soon(door, answer):
         sock.sendall(answer)
         stay(sock)
 
-    with pytest.raises(AuthenticationError, match="stranger"):
+    with pytest.raises(AuthenticationError, match="another program listens"):
         join_as(1, door(script))
 
 

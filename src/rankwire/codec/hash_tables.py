@@ -85,8 +85,8 @@ class _Table:
         self._mask = np.uint64(size - 1)
         self._neighbours = neighbours
         self._last = size - 1 - neighbours
-        self._nobody = len(hashes)
-        self._keys: _Keys = np.full(size, self._nobody, np.int32)
+        self._free = len(hashes)
+        self._keys: _Keys = np.full(size, self._free, np.int32)
         self._perturb = hashes.copy()
         self._base = (hashes & self._mask).view(np.int64)
         self._offset: _Keys = np.zeros(len(hashes), np.int32)
@@ -99,7 +99,7 @@ class _Table:
         had = self._keys[slots]
         np.minimum.at(self._keys, slots, asking)
         has_it = self._keys[slots] == asking
-        sent_away = np.concatenate([asking[~has_it], had[has_it & (had != self._nobody)]])
+        sent_away = np.concatenate([asking[~has_it], had[has_it & (had != self._free)]])
         self._advance(sent_away)
         return sent_away
 

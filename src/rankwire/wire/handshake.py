@@ -247,7 +247,7 @@ class Initiator:
         magic, version, _ = _CHALLENGE.unpack(challenge)
         if magic != _MAGIC:
             raise AuthenticationError(
-                "a stranger answers at this address: it does not speak rankwire"
+                "another program listens at this address: it does not speak rankwire"
             )
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(PROTOCOL_VERSION, version)
