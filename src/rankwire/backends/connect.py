@@ -7,7 +7,7 @@ only the names of the variables.
 
 The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
 can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an
-inherited socket by which the launcher tells it to this process alone (``handover``); it is asked
+inherited socket by which the launcher tells it to this process alone (``secret``); it is asked
 once and closed, and the variable removed. This process remembers the key, so that ``connect()``
 works again after the first world was closed.
 """
