@@ -208,7 +208,7 @@ def test_an_interrupt_anywhere_in_cancelling_a_future_keeps_nothing_of_it(agents
         with suppress(Interrupt), interrupting:
             future.cancel()
         assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
-        eventually(lambda: not near._caller._futures and not near._port.in_flight(), SOON)
+        eventually(lambda: not near._caller.futures.pending and not near._port.in_flight(), SOON)
 
     assert every_interrupt(run) >= 20
 
@@ -235,6 +235,6 @@ def test_an_interrupt_anywhere_in_making_a_future_keeps_nothing_of_it(agents):
         with suppress(Interrupt), interrupting:
             near.rpc_async(1, "echo", 1, timeout=PATIENCE).result()
         assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
-        eventually(lambda: not near._caller._futures and not near._port.in_flight(), SOON)
+        eventually(lambda: not near._caller.futures.pending and not near._port.in_flight(), SOON)
 
     assert every_interrupt(run) >= 50
