@@ -21,7 +21,8 @@ IN_ENVIRONMENT = "the secret that is in the environment"
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch):
+def folder(monkeypatch, tmp_path_factory):
+    tmp_path_factory.getbasetemp()  # pytest looks up the user for it, which is replaced below
     monkeypatch.delenv("RANKWIRE_SECRET", raising=False)
     monkeypatch.delenv("RANKWIRE_SECRET_FILE", raising=False)
     monkeypatch.setattr(secret_module, "_from_environment", None)
