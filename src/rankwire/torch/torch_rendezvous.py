@@ -16,9 +16,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,6 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
+from rankwire import runtime
 from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
 from rankwire.collectives.objects import broadcast_object
@@ -136,7 +135,7 @@ def _check_secrets(presences: Sequence[tuple[str, bool]]) -> None:
         )
 
 
-def _listen(store: Any, presences: Sequence[tuple[str, bool]]) -> socket.socket:
+def _listen(store: Any, presences: Sequence[tuple[str, bool]]) -> runtime.Socket:
     """Bind a socket for rank 0 where the other ranks can reach it."""
     if _are_at_one_place(presences):
         return _bind(_LOOPBACK)
@@ -164,10 +163,10 @@ def _hosts_of_rank_0(store: Any) -> Iterator[str]:
         yield host
 
 
-def _bind(host: str) -> socket.socket:
+def _bind(host: str) -> runtime.Socket:
     """Return a socket that is bound but does not listen: the backend stores the secret first."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    bound = socket.socket(family, kind, protocol)
+    family, kind, protocol, _, place = runtime.getaddrinfo(host, 0, type=runtime.SOCK_STREAM)[0]
+    bound = runtime.Socket(family, kind, protocol)
     try:
         bound.bind(place)
     except OSError:
@@ -259,7 +258,7 @@ def _store(backend: TcpBackend) -> Any:
         return dist.FileStore(f"{broadcast_object(backend, folder)}/store", backend.world_size)
     host = backend.address.rpartition(":")[0].strip("[]")
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
-    own = None if store is None else (store.port, secrets.token_bytes(32))
+    own = None if store is None else (store.port, runtime.token_bytes(32))
     port, secret = broadcast_object(backend, own)
     _secret[:] = [secret]
     return store or dist.TCPStore(host, port, is_master=False)

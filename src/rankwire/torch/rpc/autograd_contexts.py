@@ -11,8 +11,6 @@ Locks: the table's and each context's own, both innermost; nothing is called whi
 from __future__ import annotations
 
 import itertools
-import secrets
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from rankwire import runtime
 from rankwire.errors import OverloadedError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _REMEMBERED = 4096
 CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", default=None)
 
 
-class AutogradThread(threading.local):
+class AutogradThread(runtime.local):
     """The state of a thread.
 
     Attributes:
@@ -88,7 +87,7 @@ class Context:
         self.received: dict[tuple[int, int], Any] = {}
         self.passes: dict[int, LocalPass] = {}
         self.is_released = False
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._gradients: dict[Tensor, Tensor] = {}
 
     @property
@@ -140,7 +139,7 @@ class Contexts:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._known: dict[int, Context] = {}
         # The contexts that ended last, in order; and those that ended on one rank before they
         # were known here.
@@ -164,7 +163,7 @@ class Contexts:
 
     def make(self) -> Context:
         """Return a new context."""
-        context = Context((self.rank << COUNTER_BITS) + secrets.randbits(COUNTER_BITS))
+        context = Context((self.rank << COUNTER_BITS) + runtime.randbits(COUNTER_BITS))
         with self._lock:
             self._known[context.id] = context
         return context

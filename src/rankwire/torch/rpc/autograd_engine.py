@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, RankwireError, RemoteError
 from rankwire.rpc.agent import RpcAgent
@@ -42,7 +42,7 @@ class Engine:
         self._contexts = contexts
         self._time_limit = time_limit
         self._numbers = itertools.count()
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[runtime.Thread] = set()
         verbs: tuple[tuple[str, Callable[..., Any]], ...] = (
             (REACH, self._serve_reach),
             (RUN, self._serve_run),
@@ -212,12 +212,12 @@ class Engine:
             except BaseException as error:  # of a user's function: passed to the caller
                 outcome = error
             context.passes.pop(number, None)
-            self._threads.discard(threading.current_thread())
+            self._threads.discard(runtime.current_thread())
             if over.set_running_or_notify_cancel():
                 over.set_exception(outcome) if outcome else over.set_result(None)
 
         # Not a worker: it waits for other calls, which may need all of the agent's workers.
-        thread = threading.Thread(target=run, name="rankwire-backward", daemon=True)
+        thread = runtime.Thread(target=run, name="rankwire-backward", daemon=True)
         self._threads.add(thread)
         thread.start()
         return over
@@ -250,7 +250,7 @@ class _Conducted:
         self._own = own
         self._ranks: set[int] = set()  # the other ranks that take part
         self._parts: dict[int, Future[None]] = {}
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._failure: tuple[int, BaseException] | None = None
 
     def reach(self, deadline: Deadline) -> None:

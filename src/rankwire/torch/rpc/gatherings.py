@@ -9,7 +9,6 @@ Lock: ``_lock`` guards the gatherings; nothing is called while it is held.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.errors import OverloadedError, PeerLostError
 from rankwire.torch.rpc.verbs import GATHER, register, sender
 
@@ -41,7 +41,7 @@ class Gatherings:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._counts: Counter[Names] = Counter()
         self._waiting: Counter[int] = Counter()
         self._gatherings: dict[tuple[Names, int], _Gathering] = {}

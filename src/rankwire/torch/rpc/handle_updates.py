@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
-import threading
 from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from rankwire import runtime
 from rankwire.errors import (
     CallCancelledError,
     ChannelClosedError,
@@ -53,11 +52,11 @@ class HandleUpdates:
 
     def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
-        self._queue: queue.SimpleQueue[tuple[int, Update | None]] = queue.SimpleQueue()
+        self._queue: runtime.SimpleQueue[tuple[int, Update | None]] = runtime.SimpleQueue()
         self._unsent: dict[int, list[Update]] = defaultdict(list)
         self._in_flight: set[int] = set()
-        self._thread: threading.Thread | None = None
-        self._start_lock = threading.Lock()
+        self._thread: runtime.Thread | None = None
+        self._start_lock = runtime.Lock()
         self.is_closed = False
 
     @property
@@ -70,7 +69,7 @@ class HandleUpdates:
         if self._thread is None:
             with self._start_lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(
+                    self._thread = runtime.Thread(
                         target=self._run, name="rankwire handles", daemon=True
                     )
                     self._thread.start()

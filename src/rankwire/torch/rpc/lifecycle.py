@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
@@ -41,7 +41,7 @@ from rankwire.torch.torch_rendezvous import form_world, register_launchers, take
 _LONGEST_JOIN = 1800.0
 
 _times_initialized = itertools.count()
-_lock = threading.Lock()
+_lock = runtime.Lock()
 
 
 class Defaults:

@@ -6,13 +6,14 @@ deferred reply, and a thread of this module runs its methods once it is ready.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.guards import find_method
@@ -41,8 +42,7 @@ class ObjectServer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._owned = session.owned
-        self._lock = threading.Lock()
-        self._method_threads: ThreadPoolExecutor | None = None
+        self._threads = MethodThreads(session.threads)
         ways: dict[str, Callable[..., Any]] = {
             MAKE: self.make,
             MAKE_BY_METHOD: self.make_by_method,
@@ -58,9 +58,7 @@ class ObjectServer:
 
     def close(self) -> None:
         """Run no more methods of objects that are still being created."""
-        with self._lock:
-            if self._method_threads is not None:
-                self._method_threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # -- what is served ----------------------------------------------------------------------------
 
@@ -212,16 +210,42 @@ class ObjectServer:
             else:
                 done.set_result(result)
 
-        self._wait_for(owned).add_done_callback(lambda _: self._executor().submit(run))
+        self._wait_for(owned).add_done_callback(lambda _: self._threads.run(run))
         return done
 
-    def _executor(self) -> ThreadPoolExecutor:
+
+class MethodThreads:
+    """Threads for methods of objects that were still being created. They end when idle."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = runtime.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._running = 0
+
+    def run(self, method: Callable[[], None]) -> None:
+        """Run a method on a thread, at once or when one is free."""
         with self._lock:
-            if self._method_threads is None:
-                self._method_threads = ThreadPoolExecutor(
-                    self._session.threads, thread_name_prefix="rankwire methods"
-                )
-            return self._method_threads
+            self._waiting.append(method)
+            if self._running >= self._most:
+                return
+            self._running += 1
+        runtime.Thread(target=self._run, name="rankwire methods", daemon=True).start()
+
+    def close(self) -> None:
+        """Drop the methods that have not begun."""
+        with self._lock:
+            self._most = 0
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                method = self._waiting.popleft()
+            method()
 
 
 def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:

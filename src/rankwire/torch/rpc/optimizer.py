@@ -7,13 +7,13 @@ other is a class of the program, under the naming rule.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankwire import runtime
 from rankwire.torch.rpc.autograd import get_gradients
 from rankwire.torch.rpc.call_results import CallFuture
 from rankwire.torch.rpc.functions import exposed
@@ -87,7 +87,7 @@ class LocalOptimizer:
     """The optimizer of one rank's parameters."""
 
     # Several trainers may have optimizers of the same parameters.
-    _turn = threading.Lock()
+    _turn = runtime.Lock()
 
     def __init__(
         self, made_by: type, parameters: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]

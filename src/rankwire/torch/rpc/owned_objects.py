@@ -21,13 +21,13 @@ Lock: ``_lock`` guards the table and all counts; nothing is called while it is h
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError, OverloadedError
 
 # For each rank. A rank has at most 1,024 calls to another one in flight, so an honest one reaches
@@ -145,7 +145,7 @@ class OwnedObjects:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         # Both by creator and number. ``_own`` has those of this rank's own handles.
         self._objects: dict[_Place, OwnedObject] = {}
         self._own: WeakValueDictionary[_Place, OwnedObject] = WeakValueDictionary()

@@ -5,13 +5,13 @@ A function travels by its name (``naming_rule``), its arguments as values.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from rankwire import runtime
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.torch.rpc.call_results import CallFuture, translated
 from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
@@ -19,7 +19,7 @@ from rankwire.torch.rpc.session import NOT_INITIALIZED, Session, current, state
 from rankwire.torch.rpc.verbs import APPLY
 
 
-class _Collected(threading.local):
+class _Collected(runtime.local):
     """The futures of ``rpc_async`` in a thread inside ``_wait_all``; outside, no such attribute."""
 
     future_list: list[CallFuture]

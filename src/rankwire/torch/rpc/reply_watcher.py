@@ -11,11 +11,10 @@ put aside; nothing is called while it is held.
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.rpc.future import RpcFuture
 
@@ -30,14 +29,14 @@ class ReplyWatcher:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         # None makes the thread check the calls put aside, and whether it is closed.
-        self._calls: SimpleQueue[RpcFuture[Any] | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._calls: runtime.SimpleQueue[RpcFuture[Any] | None] = runtime.SimpleQueue()
+        self._lock = runtime.Lock()
         self._readers: dict[int, int] = {}  # by thread, the rank whose replies it reads
         self._aside: dict[int, list[RpcFuture[Any]]] = {}  # by rank
         self._most_aside: dict[int, int] = {}  # by rank; then ended ones are dropped
         self._is_closed = False
-        self._start_lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._start_lock = runtime.Lock()
+        self._thread: runtime.Thread | None = None
 
     def watch(self, call: RpcFuture[Any]) -> None:
         """Have the reply of a call read soon, unless a thread has read it by then."""
@@ -48,12 +47,12 @@ class ReplyWatcher:
     def begin_reading(self, rank: int) -> None:
         """Note that this thread reads the replies of a rank, until ``end_reading``."""
         with self._lock:
-            self._readers[threading.get_ident()] = rank
+            self._readers[runtime.get_ident()] = rank
 
     def end_reading(self) -> None:
         """Note that this thread has stopped reading. Safe to repeat."""
         with self._lock:
-            rank = self._readers.pop(threading.get_ident(), None)
+            rank = self._readers.pop(runtime.get_ident(), None)
             is_left = rank in self._aside and rank not in self._readers.values()
         if is_left:
             self._calls.put(None)
@@ -66,7 +65,7 @@ class ReplyWatcher:
     def _start(self) -> None:
         with self._start_lock:
             if self._thread is None:
-                self._thread = threading.Thread(
+                self._thread = runtime.Thread(
                     target=self._run, name="rankwire reply watcher", daemon=True
                 )
                 self._thread.start()
@@ -78,7 +77,7 @@ class ReplyWatcher:
     def _look(self, calls: list[RpcFuture[Any] | None]) -> None:
         """Look at calls and at those made after them. It must not keep a call when it returns."""
         self._wait_for_a_pause()
-        with suppress(Empty):
+        with suppress(runtime.Empty):
             while True:
                 calls.append(self._calls.get_nowait())
         for call in self._unread(calls):

@@ -8,13 +8,13 @@ itself, and are not counted.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, OverloadedError, RankwireError
 from rankwire.rpc.future import RpcFuture
@@ -229,7 +229,7 @@ def _wait_here(rref: RRef[Any], limit: float) -> Any:
     if owned.is_ready:
         return owned.get()
     ready = owned.when_ready()
-    done = threading.Event()
+    done = runtime.Event()
     ready.add_done_callback(lambda _: done.set())
     deadline = Deadline(limit, rref._session.backend.clock)
     if not deadline.clock.wait(done, deadline.sleep_limit()):

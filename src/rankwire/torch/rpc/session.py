@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.errors import (
@@ -164,7 +164,7 @@ class Session:
 
     def new_id(self) -> ObjectId:
         """Return an id for a new object or handle of this rank."""
-        return ObjectId(self.me.id, next(self._numbers), secrets.randbits(63))
+        return ObjectId(self.me.id, next(self._numbers), runtime.randbits(63))
 
     # -- calls -------------------------------------------------------------------------------------
 

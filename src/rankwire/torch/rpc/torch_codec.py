@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import abc
 import math
-import threading
 import types
 from typing import Any
 
 import torch
 
+from rankwire import runtime
 from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import ConfigurationError, InvalidMessageError
@@ -231,7 +231,7 @@ def _register_named(codec: Codec, rule: NamingRule) -> None:
 
 
 _MAX_NUMBER = 2**63
-_sent_back_lock = threading.Lock()  # guards ``RRef._sent_back``; a leaf
+_sent_back_lock = runtime.Lock()  # guards ``RRef._sent_back``; a leaf
 
 
 def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
