@@ -95,7 +95,7 @@ IO_NAMES = {
 }  # fmt: skip
 # Folders whose modules do not go through the door yet; to be emptied.
 NOT_BEHIND_THE_DOOR = {
-    "rpc", "collectives", "launch", "local_world", "testing", "finalizers", "fork",
+    "collectives", "launch", "local_world", "finalizers", "fork",
     "shutdown", "clock", "observe", "codec", "deadline",
 }  # fmt: skip
 # Runs as a script, with nothing but the standard library.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from numbers import Real
 from typing import NamedTuple, Self
 
+from rankwire import runtime
 from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
@@ -108,7 +108,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._stop_signal = StopSignal(backend, lambda: self._caller.closed)
         self._registry.own[STOP] = self._stop_signal.tell
         self._has_stopped: set[int] = set()  # world ranks that know of our ``stop``
-        self._close_lock = threading.RLock()  # a callback that runs during close may close
+        self._close_lock = runtime.RLock()  # a callback that runs during close may close
         self._port = backend.open_calls(service)
         self._server = Server(
             backend,

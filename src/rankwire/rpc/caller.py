@@ -7,9 +7,9 @@ the function serves is cancelled. The callee is told each time. ``pending_future
 from __future__ import annotations
 
 import itertools
-import secrets
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
@@ -62,7 +62,7 @@ class Caller:
         self._allowance = Allowance(UNRESERVED_NBYTES)
         # The random upper half distinguishes the calls of this agent from those of any other, also
         # of an agent that this rank had before.
-        self._ids = itertools.count(secrets.randbits(31) << 32)
+        self._ids = itertools.count(runtime.randbits(31) << 32)
         self._server = server
         self.remote_errors = RemoteErrors()
         self._inquiries = CallInquiries(backend, port, codec, self._ids, server)

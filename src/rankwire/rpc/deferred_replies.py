@@ -21,11 +21,11 @@ Lock: ``DeferredReply._turn`` is tried by threads that answer, and kept once one
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 
@@ -49,7 +49,7 @@ class DeferredReply:
         self._call = call
         self.future = future
         self._forget = forget  # called once it needs no more checks
-        self._turn = threading.Lock()
+        self._turn = runtime.Lock()
         self._is_answered = False
 
     @property
@@ -94,25 +94,28 @@ class DeferredReplies:
         self._clock = clock
         self._run_soon = run_soon
         self._expect_work = expect_work
-        self._unsent: set[DeferredReply] = set()
+        self._unsent: dict[DeferredReply, None] = {}
         self._next_check = Deadline(0.0, clock)
 
     def begin(self, call: ServedCall, future: Future[Any]) -> None:
         """Answer a call when a future is done, or at once if it is."""
-        reply = DeferredReply(call, future, self._unsent.discard)
+        reply = DeferredReply(call, future, self._forget)
         # Before the callback can forget it, and before ``cancelled`` is read: a cancelling thread
         # sets that and then reads ``call.deferred``.
-        self._unsent.add(reply)
+        self._unsent[reply] = None
         call.deferred = reply
         try:
             future.add_done_callback(lambda _: reply.answer())
         except BaseException:
-            self._unsent.discard(reply)
+            self._forget(reply)
             raise
         if call.cancelled:
             reply.give_up()
         elif reply in self._unsent:
             self._expect_work()
+
+    def _forget(self, reply: DeferredReply) -> None:
+        self._unsent.pop(reply, None)
 
     def check(self) -> bool:
         """Give up late replies; return whether any is not sent yet. The standby calls this."""

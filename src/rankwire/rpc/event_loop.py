@@ -6,10 +6,10 @@ importing all of this package.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.fork import guard
 
@@ -28,9 +28,9 @@ class EventLoop:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: runtime.Thread | None = None
         self._closed = False
         self._is_in_child = False
         guard(self)
@@ -70,7 +70,7 @@ class EventLoop:
                 import asyncio
 
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
+                self._thread = runtime.Thread(
                     target=self._run_loop,
                     args=(self._loop,),
                     name="rankwire-event-loop",
@@ -107,7 +107,7 @@ class EventLoop:
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             if (
-                thread is not threading.current_thread()
+                thread is not runtime.current_thread()
             ):  # a coroutine may close the agent that serves it
                 self._clock.join(thread, patience)
 

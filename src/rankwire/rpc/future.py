@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from threading import Condition
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from rankwire import runtime
 from rankwire.clock import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.finalizers import hand_over
@@ -121,7 +121,7 @@ class RpcFuture(PublicDir, Future[R]):
 
     # An attribute to type checkers, as in the base class: ``as_completed`` is declared to take only
     # futures whose condition can be assigned.
-    _condition: Condition = property(_attended_condition)  # type: ignore[assignment]
+    _condition: runtime.Condition = property(_attended_condition)  # type: ignore[assignment]
 
     def _make_condition(self) -> SafeCondition:
         made = SafeCondition()

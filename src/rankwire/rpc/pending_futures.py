@@ -7,11 +7,11 @@ serving threads, because callbacks may take long. A rank is asked once about all
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
@@ -58,7 +58,7 @@ class PendingFutures:
         run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         self.pending: dict[int, RpcFuture[Any]] = {}
-        self.lock = threading.RLock()
+        self.lock = runtime.RLock()
         self.drive = caller.drive
         self._caller = caller
         self._port = port

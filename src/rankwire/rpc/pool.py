@@ -24,11 +24,11 @@ Lock: ``_mutex`` guards the roles, counts and queues; not held while polling, ru
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
@@ -69,10 +69,10 @@ class Worker:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.ident = threading.get_ident()
+        self.ident = runtime.get_ident()
         self.job: Job | None = None  # None while it polls or waits
         self.began = 0.0  # when the job began
-        self.wakeup = threading.Lock()
+        self.wakeup = runtime.Lock()
         self.wakeup.acquire()
 
     def wake(self) -> None:
@@ -112,7 +112,7 @@ class Pool:
         self._workers = workers
         self._max_queued = max_queued
         self._max_nested = max_nested
-        self._mutex = threading.Lock()
+        self._mutex = runtime.Lock()
         self.arrived: deque[Job] = deque()  # read, not yet admitted; owned by the poller
         self._queued: deque[Job] = deque()
         self._running = 0
@@ -122,7 +122,7 @@ class Pool:
         self._standby: Worker | None = None
         self._standby_sleeps = False
         self._idle: list[Worker] = []
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[runtime.Thread, None] = {}  # in order of their start
         self._closing = False
         guard(self)
 
@@ -184,7 +184,7 @@ class Pool:
         """Stop the threads; return False if a function, and its thread, outlasts the deadline."""
         self._dismiss()
         with self._mutex:
-            threads = self._threads - {threading.current_thread()}
+            threads = [each for each in self._threads if each is not runtime.current_thread()]
         self._wake()
         for thread in threads:
             self._clock.join(thread, deadline.sleep_limit())
@@ -192,14 +192,14 @@ class Pool:
 
     def close_in_child(self) -> None:
         """End in a forked child: a function that has forked returns to its serving thread there."""
-        self._mutex = threading.Lock()
+        self._mutex = runtime.Lock()
         self._closing = True
 
     # -- roles -------------------------------------------------------------------------------------
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run_thread, name="rankwire-serving", daemon=True)
-        self._threads.add(thread)
+        thread = runtime.Thread(target=self._run_thread, name="rankwire-serving", daemon=True)
+        self._threads[thread] = None
         thread.start()
 
     def _run_thread(self) -> None:
@@ -219,7 +219,7 @@ class Pool:
             self._replace(worker)
         finally:
             with self._mutex:
-                self._threads.discard(threading.current_thread())
+                self._threads.pop(runtime.current_thread(), None)
 
     def _replace(self, worker: Worker) -> None:
         with self._mutex:

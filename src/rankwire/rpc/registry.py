@@ -7,13 +7,13 @@ methods of a registered object are functions of their own (``exposed_methods``).
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial, partialmethod
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError, FunctionNotFoundError
 
 _MAX_NAME = 1024
@@ -163,7 +163,7 @@ class Registry:
     def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
         self.own: dict[str, Callable[[], None]] = {}
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
 
     def add(

@@ -7,11 +7,11 @@ sends it later, in order. Lock: ``_lock`` guards the kept replies; nothing is se
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import PLAIN
@@ -59,7 +59,7 @@ class Replies:
         self._rank = backend.rank
         self._clock = backend.clock
         self._max_nbytes = backend.max_message_nbytes
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._kept: dict[Any, deque[tuple[IncomingCall, Message]]] = {}  # by connection
         self._kept_nbytes: Counter[int] = Counter()  # by rank
 

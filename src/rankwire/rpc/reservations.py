@@ -22,12 +22,12 @@ Locks: ``Reservations._lock``, then ``Allowance._lock``. No thread waits or send
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from rankwire import runtime
 from rankwire.errors import InvalidMessageError
 
 # Called like a function; no function can be registered by this name. Its arguments are the id of
@@ -62,7 +62,7 @@ class Allowance:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self.taken: dict[Hashable, tuple[int, int]] = {}
         self._nbytes: Counter[int] = Counter()  # by rank
 
@@ -94,7 +94,7 @@ class Reservations:
     def __init__(self, limit: float, max_requests: int) -> None:
         self._limit = limit
         self._max_requests = max_requests
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._requested: dict[_Key, _Reservation] = {}  # in order of arrival
         self._granted: dict[_Key, _Reservation] = {}
         self._arrived: set[_Key] = set()  # granted calls

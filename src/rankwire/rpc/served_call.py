@@ -8,12 +8,12 @@ result.
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError
 from rankwire.mesh.calls import IncomingCall
@@ -158,7 +158,7 @@ class ServedCall(Call):
         if error is not None:
             return self._failure_reply(error)
         # An interrupt (only the main thread gets one) is for this program, not for the caller.
-        is_main = threading.current_thread() is threading.main_thread()
+        is_main = runtime.current_thread() is runtime.main_thread()
         return self._server.replies.value(
             future.result(), peer=self.src, copies=self.function.copies, is_patient=not is_main
         )

@@ -8,10 +8,10 @@ do.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
@@ -325,8 +325,8 @@ class Server:
         """Return whether the calling thread runs the function of this call."""
         worker = call.worker
         if worker is not None:
-            return worker.pool is self.pool and worker.ident == threading.get_ident()
-        return self.event_loop.ident == threading.get_ident()
+            return worker.pool is self.pool and worker.ident == runtime.get_ident()
+        return self.event_loop.ident == runtime.get_ident()
 
     # -- threads -----------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ only sets a flag, because it may run while the main thread holds the lock of the
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, RankwireError
@@ -29,7 +29,7 @@ class StopSignal:
     def __init__(self, backend: Backend, is_closed: Callable[[], bool]) -> None:
         self._backend = backend
         self._is_closed = is_closed
-        self._told = threading.Event()
+        self._told = runtime.Event()
         self._is_asked = False  # by the launcher
         self._alone: Deadline | None = None  # for lost ranks to return
 
@@ -98,7 +98,7 @@ class StopSignal:
     @contextmanager
     def _sigterm_noted(self) -> Iterator[None]:
         """Treat SIGTERM as a stop, in the main thread, unless the program handles it."""
-        is_main = threading.current_thread() is threading.main_thread()
+        is_main = runtime.current_thread() is runtime.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
             return

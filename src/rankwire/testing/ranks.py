@@ -6,13 +6,12 @@ options of the backend, it returns a context manager that gives the backends in 
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, overload
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
@@ -133,7 +132,7 @@ def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) 
             ended.append(RankOutcome(rank, error=error))
 
     threads = [
-        threading.Thread(target=run, args=(rank, function), name=f"rank {rank}", daemon=True)
+        runtime.Thread(target=run, args=(rank, function), name=f"rank {rank}", daemon=True)
         for rank, function in enumerate(functions)
     ]
     for thread in threads:
@@ -228,7 +227,7 @@ def tcp_world(
     """Make ranks of the TCP backend over loopback, each with its own sockets."""
     if world_size < 1:
         raise InvalidWorldSizeError(world_size)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    listener = runtime.create_server(("127.0.0.1", 0), backlog=128)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
 
     def join(rank: int) -> Backend:

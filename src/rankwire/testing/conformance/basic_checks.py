@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME
 from rankwire.collectives import operations
@@ -63,7 +63,7 @@ def sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
 
 def a_message_arrives_whole(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
-        sender = threading.Thread(target=first.send, args=(bytes([1, 2, 3, 4]), 1))
+        sender = runtime.Thread(target=first.send, args=(bytes([1, 2, 3, 4]), 1))
         sender.start()
         assert second.recv(0) == bytes([1, 2, 3, 4])
         sender.join()

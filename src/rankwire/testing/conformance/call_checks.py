@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
 from functools import partial
 
 import numpy as np
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ChannelClosedError,
@@ -99,7 +99,7 @@ def registering_is_strict(make_world: MakeWorld) -> None:
 
 
 def a_late_reply_is_dropped(make_world: MakeWorld) -> None:
-    go_on = threading.Event()
+    go_on = runtime.Event()
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("wait", lambda: REAL_TIME.wait(go_on, 10))
         callee.register("add", lambda a, b: a + b)
@@ -138,7 +138,7 @@ def replies_find_their_callers(make_world: MakeWorld) -> None:
 
 
 def a_slow_call_does_not_hold_up_a_fast_one(make_world: MakeWorld) -> None:
-    go_on = threading.Event()
+    go_on = runtime.Event()
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("slow", lambda: REAL_TIME.wait(go_on, 20))
         callee.register("fast", lambda: "here")
@@ -150,7 +150,7 @@ def a_slow_call_does_not_hold_up_a_fast_one(make_world: MakeWorld) -> None:
 
 
 def futures_have_the_usual_verbs(make_world: MakeWorld) -> None:
-    go_on = threading.Event()
+    go_on = runtime.Event()
     with agents_of(make_world, 2) as (caller, callee):
         callee.register("add", lambda a, b: a + b)
         callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
@@ -160,7 +160,7 @@ def futures_have_the_usual_verbs(make_world: MakeWorld) -> None:
         )  # no thread calls result(), so the agent must read
         assert (len(done), len(not_done)) == (20, 0)
         assert [future.result() for future in futures] == list(range(1, 21))
-        called_back = threading.Event()
+        called_back = runtime.Event()
         caller.rpc_async(1, "add", 1, 2).add_done_callback(lambda _: called_back.set())
         assert REAL_TIME.wait(called_back, 10)
         waiting = caller.rpc_async(1, "wait")
@@ -187,7 +187,7 @@ def futures_are_awaitable(make_world: MakeWorld) -> None:
 
 
 def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
-    started, cancelled = threading.Event(), threading.Event()
+    started, cancelled = runtime.Event(), runtime.Event()
 
     async def sleep_for_ever() -> None:
         started.set()
@@ -210,7 +210,7 @@ def cancel_reaches_the_callee(make_world: MakeWorld) -> None:
 
 
 def limits_are_visible(make_world: MakeWorld) -> None:
-    go_on = threading.Event()
+    go_on = runtime.Event()
     with agents_of(make_world, 2, workers=1, max_queued=1, max_in_flight=4) as (caller, callee):
         callee.register("wait", lambda: REAL_TIME.wait(go_on, 20))
         futures = [caller.rpc_async(1, "wait") for _ in range(3)]
@@ -251,8 +251,8 @@ def agents_never_cross(make_world: MakeWorld) -> None:
 def closing_drains_and_then_fails_the_rest(make_world: MakeWorld) -> None:
     with make_world(2) as (first, second):
         caller, callee = RpcAgent(first), RpcAgent(second)
-        go_on = threading.Event()
-        both_run = threading.Barrier(3)
+        go_on = runtime.Event()
+        both_run = runtime.Barrier(3)
 
         def run(seconds: float) -> str:
             both_run.wait(10)

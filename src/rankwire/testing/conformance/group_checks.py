@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import (
@@ -135,7 +135,7 @@ def at_first_all_are_alive(make_world: MakeWorld) -> None:
 
 def the_status_shows_what_a_rank_waits_for(make_world: MakeWorld) -> None:
     with make_world(2, timeout=PATIENCE) as (first, second):
-        waiting = threading.Thread(target=partial(first.recv, 1, 5))
+        waiting = runtime.Thread(target=partial(first.recv, 1, 5))
         waiting.start()
         wanted = ("a message with tag 5",)
         until(lambda: first.status().peers[1].waiting_for == wanted)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from functools import partial
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
 from rankwire.rpc.agent import RpcAgent
@@ -65,7 +65,7 @@ def a_call_knows_its_chain(make_world: MakeWorld) -> None:
 
 
 def a_late_call_says_what_its_callee_does(make_world: MakeWorld) -> None:
-    go_on = threading.Event()
+    go_on = runtime.Event()
 
     def outer() -> None:
         callee.rpc_sync(0, "inner", timeout=1.0)
@@ -108,7 +108,7 @@ def a_circle_through_an_event_loop_is_reported(make_world: MakeWorld) -> None:
 
 def cycles_of_two_chains_are_reported(make_world: MakeWorld) -> None:
     with agents_of(make_world, 2) as agents:
-        both = threading.Barrier(2, timeout=10)
+        both = runtime.Barrier(2, timeout=10)
 
         async def cross(agent: RpcAgent) -> object:
             both.wait()
@@ -189,7 +189,7 @@ def slow_calls_are_no_circles(make_world: MakeWorld) -> None:
 
 def cancel_reaches_nested_calls(make_world: MakeWorld) -> None:
     """Program -> rank 1 -> rank 2 -> rank 0, with every way of waiting on the way."""
-    started, ended = threading.Event(), threading.Event()
+    started, ended = runtime.Event(), runtime.Event()
     errors: list[BaseException] = []
 
     def sync(agent: RpcAgent, dst: int, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME
 from rankwire.rpc.agent import RpcAgent
@@ -42,7 +42,7 @@ def until(condition: Callable[[], bool]) -> None:
         REAL_TIME.sleep(0.001)
 
 
-def work_until_cancelled(started: threading.Event, cancelled: threading.Event) -> None:
+def work_until_cancelled(started: runtime.Event, cancelled: runtime.Event) -> None:
     """Run until the current call is cancelled; set an event at the start and at the end."""
     call = current_call()
     assert call is not None
