@@ -23,14 +23,14 @@ MAY_IMPORT = {
     "errors": {"error_base", "texts"},
     "version": set(),
     "texts": set(),
-    "fork": {"errors"},
-    "shutdown": {"errors", "finalizers"},
-    "finalizers": {"clock"},
-    "clock": set(),
+    "fork": {"errors", "runtime"},
+    "shutdown": {"errors", "finalizers", "runtime"},
+    "finalizers": {"clock", "runtime"},
+    "clock": {"runtime"},
     "public_dir": set(),
     "override": set(),
     "runtime": set(),
-    "deadline": {"errors", "clock"},
+    "deadline": {"errors", "clock", "runtime"},
     "environment": {"errors"},
     "codec": {"errors", "texts", "public_dir", "override"},
     "wire": {"errors", "texts", "codec", "override"},
@@ -80,7 +80,9 @@ TYPES_ONLY = {("arrays.py", "ctypes"), ("scalars.py", "pathlib")}
 # Functions on their way from a program to processes that it has started itself, over its own pipe.
 UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "local_world" / "function_pickle.py"}
 # What only ``runtime`` imports, and what it alone takes from modules that others use too.
-BEHIND_THE_DOOR = {"threading", "socket", "select", "selectors", "secrets", "random", "queue"}
+BEHIND_THE_DOOR = {
+    "threading", "_thread", "socket", "select", "selectors", "secrets", "random", "queue",
+}  # fmt: skip
 BEHIND_THE_DOOR_OF = {
     ("os", "getpid"), ("os", "sched_yield"), ("os", "eventfd"), ("os", "eventfd_read"),
     ("os", "eventfd_write"), ("fcntl", "ioctl"),
@@ -95,9 +97,34 @@ IO_NAMES = {
 }  # fmt: skip
 # Folders whose modules do not go through the door yet; to be emptied.
 NOT_BEHIND_THE_DOOR = {
-    "collectives", "launch", "local_world", "finalizers", "fork",
-    "shutdown", "clock", "observe", "codec", "deadline",
+    "launch", "local_world", "codec",
 }  # fmt: skip
+# Who may use these, and why a simulation can run them: none of them waits for the system there.
+USES_ASYNCIO = {
+    "runtime": "makes the loops: a simulation makes others",
+    "collectives": "a Work can be awaited, by the program's own loop",
+    "rpc": "an RpcFuture can be awaited; coroutines are served in a loop that runtime makes",
+    "testing": "checks serve coroutines, as a program does",
+}
+USES_FUTURES = {
+    "collectives": "a Work is a Future, with a condition of runtime, and waits by its clock",
+    "rpc": "so is an RpcFuture; a function may return a Future, and only its callback is used",
+    "local_world": "LocalWorld.on(rank).start returns one; real processes and threads, no world",
+    "torch": "torch's futures and remote references; torch runs in real time",
+    "testing": "checks call what a program does",
+}
+# Sets of what has no order of its own, and why that is in order. An object's place in a set depends
+# on its address, a text's on the seed of the process: a simulation would not repeat itself.
+SETS_OF_OBJECTS = {
+    "type": "asked only whether it has a type",
+    "Any": "sets of the user; marks of what was visited",
+    "Key": "pairs of numbers",
+    "_Key": "pairs of numbers",
+    "Link": "pairs of numbers",
+    "tuple[int, int]": "pairs of numbers",
+    "tuple[str, int]": "asked only whether it has a line",
+    "tuple[Key, int, tuple[Key, ...]]": "compared as a whole",
+}
 # Runs as a script, with nothing but the standard library.
 WITHOUT_THE_PACKAGE = SOURCE / "launch" / "reaper.py"
 # What a rank asks its launcher and its resolver, before there is a world.
@@ -218,6 +245,26 @@ def test_there_is_one_door_to_the_machine():
             assert not module.startswith("rankwire.runtime."), f"{path}: {module} stays"
         for found, line in dotted_names(path):
             assert found not in BEHIND_THE_DOOR_OF, f"{path}:{line}: {'.'.join(found)}"
+
+
+@pytest.mark.parametrize(
+    ("module", "users"), [("asyncio", USES_ASYNCIO), ("concurrent", USES_FUTURES)]
+)
+def test_asyncio_and_futures_are_used_where_a_simulation_can_run_them(module, users):
+    found = {layer_of(path) for path, (name, _) in all_imports() if name.split(".")[0] == module}
+    assert found == set(users)
+
+
+def test_sets_hold_what_has_the_same_order_in_every_run():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and name_of(node.value) in SETS:
+                element = ast.unparse(node.slice)
+                known = {"int", "str", "int | None", *SETS_OF_OBJECTS}
+                assert element in known, f"{path}:{node.lineno}: use a dict or a list"
+
+
+SETS = {"set", "frozenset", "WeakSet"}
 
 
 def test_pickle_is_only_behind_its_option():

@@ -143,7 +143,7 @@ def test_it_goes_on_after_a_moment_without_threads(monkeypatch):
 
     first, second = threading.Event(), threading.Event()
     with monkeypatch.context() as full:
-        full.setattr(finalizers, "start_new_thread", refuse)
+        full.setattr(finalizers.runtime, "start_new_thread", refuse)
         hand_over(first.set)
     assert not first.is_set()
     hand_over(second.set)

@@ -7,11 +7,12 @@ launcher, uses ``REAL_TIME``. Waits of the operating system for sockets and proc
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Protocol
+
+from rankwire import runtime
 
 
 class _Signal(Protocol):
@@ -46,7 +47,7 @@ class Clock:
     def __init__(self) -> None:
         self.now: Callable[[], float] = time.monotonic
         self.sleep: Callable[[float], None] = time.sleep
-        self.acquire: Callable[[threading.Lock, bool, float], bool] = type(threading.Lock()).acquire
+        self.acquire: Callable[[runtime.Lock, bool, float], bool] = type(runtime.Lock()).acquire
 
     def wait(self, signal: _Signal, seconds: float | None = None) -> bool:
         """Wait for an event or on a condition; return False if the time passes first."""
@@ -54,7 +55,7 @@ class Clock:
 
     def wait_for(
         self,
-        condition: threading.Condition,
+        condition: runtime.Condition,
         predicate: Callable[[], bool],
         seconds: float | None = None,
     ) -> bool:
@@ -75,7 +76,7 @@ class Clock:
 REAL_TIME = Clock()
 
 
-class SafeCondition(threading.Condition):
+class SafeCondition(runtime.Condition):
     """A condition that an interrupt (Ctrl-C) cannot leave acquired.
 
     One call of a C function enters and leaves it. ``Condition`` has Python methods: an interrupt

@@ -7,9 +7,9 @@ the clock of its world, which is monotonic.
 
 from __future__ import annotations
 
-import threading
 from numbers import Real
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.errors import ConfigurationError
 
@@ -77,7 +77,7 @@ class Deadline:
         """Return this deadline, or one ``limit`` seconds from now if that is earlier."""
         return self if self.remaining() <= limit else Deadline(limit, self.clock)
 
-    def take(self, lock: threading.Lock, grip: list[bool]) -> bool:
+    def take(self, lock: runtime.Lock, grip: list[bool]) -> bool:
         """Acquire a lock in time, and note it in ``grip``; return whether it is acquired.
 
         Call it inside the ``try`` whose ``finally`` releases the lock ``if grip[-1:] == [True]``.

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import threading
-from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +21,7 @@ from itertools import starmap
 from sys import is_finalizing
 from typing import Any
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 
 _log = logging.getLogger("rankwire")
@@ -31,7 +29,7 @@ _log = logging.getLogger("rankwire")
 _LINGER = 0.5  # seconds; starting the thread for each finalizer would cost 0.1 ms
 _EXIT_PATIENCE = 1.0
 
-_due: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = queue.SimpleQueue()
+_due: runtime.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = runtime.SimpleQueue()
 _idle: deque[tuple[Callable[[], None], tuple[()]]] = deque()
 
 
@@ -47,7 +45,7 @@ def hand_over(work: Callable[..., object], *args: Any) -> None:
     try:
         # One call of a C function, so that an interrupt (Ctrl-C) cannot leave neither the item in
         # ``_idle`` nor a thread.
-        deque(starmap(start_new_thread, starmap(_idle.pop, ((),))), 0)
+        deque(starmap(runtime.start_new_thread, starmap(_idle.pop, ((),))), 0)
     except IndexError:  # there is a thread
         return
     except RuntimeError:  # no thread can start now: the next caller tries, or ``finish`` does it
@@ -59,7 +57,7 @@ def _start() -> None:
     # ``threading`` takes locks when it starts a thread. Logging in a thread that it did not start
     # adds an entry there that is never removed.
     try:
-        threading.Thread(target=_run, name="rankwire finalizers", daemon=True).start()
+        runtime.Thread(target=_run, name="rankwire finalizers", daemon=True).start()
     except RuntimeError:  # the interpreter ends, or the system has no more threads
         _idle.append(_START)
 
@@ -70,7 +68,7 @@ _idle.append(_START)
 
 def _run() -> None:
     while True:
-        with suppress(queue.Empty):
+        with suppress(runtime.Empty):
             while True:
                 _do(*_due.get(timeout=_LINGER))
         _idle.append(_START)
@@ -97,10 +95,10 @@ def _do(work: Callable[..., object], args: tuple[Any, ...]) -> None:
 def finish() -> None:
     """Run what is left when the interpreter exits, where no thread may start any more."""
     if not _idle:  # let the thread finish its work
-        done = threading.Event()
+        done = runtime.Event()
         _due.put((done.set, ()))
         REAL_TIME.wait(done, _EXIT_PATIENCE)
-    with suppress(queue.Empty):
+    with suppress(runtime.Empty):
         while True:
             _do(*_due.get_nowait())
 
@@ -108,7 +106,7 @@ def finish() -> None:
 def _renew() -> None:
     """Begin anew in a forked child: the thread and its work belong to the parent."""
     global _due
-    _due = queue.SimpleQueue()
+    _due = runtime.SimpleQueue()
     _idle.clear()
     _idle.append(_START)
 

@@ -10,12 +10,12 @@ users hold is also *invalidated*: every use of it raises ``ForkedProcessError``.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, NoReturn, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
 
+from rankwire import runtime
 from rankwire.errors import ForkedProcessError
 
 
@@ -44,7 +44,7 @@ def guard(thing: Any, close: Callable[[Any], None] = methodcaller("close_in_chil
     _guarded[thing] = close
 
 
-def renew_in_child(lock: threading.Lock) -> None:
+def renew_in_child(lock: runtime.Lock) -> None:
     """Free a module's lock in every child: the thread that held it does not exist there."""
     # The standard library does the same. There is no public way to free a lock whose holder is
     # gone, and a new lock would not reach code that has the old one by name.

@@ -4,6 +4,11 @@ Every other module takes these from here when it uses them (``runtime.Lock()``),
 simulation can put its own in their place. They are the real objects: nothing becomes slower.
 """
 
+from __future__ import annotations
+
+import threading
+from _thread import start_new_thread
+from collections.abc import Callable
 from fcntl import ioctl
 from os import EFD_CLOEXEC, EFD_NONBLOCK, eventfd, eventfd_read, eventfd_write, getpid, sched_yield
 from queue import Empty, SimpleQueue
@@ -60,3 +65,22 @@ from threading import (
     local,
     main_thread,
 )
+from threading import enumerate as list_threads
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+ThreadHook = Callable[[ExceptHookArgs], Any]
+
+
+def wrap_thread_excepthook(wrap: Callable[[ThreadHook], ThreadHook]) -> None:
+    """Replace the hook for uncaught errors of threads by one that is made of it."""
+    threading.excepthook = wrap(threading.excepthook)
+
+
+def new_event_loop() -> AbstractEventLoop:
+    """Return a new loop for coroutines."""
+    import asyncio  # here, because importing it takes as long as all of this package
+
+    return asyncio.new_event_loop()

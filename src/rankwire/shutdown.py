@@ -15,11 +15,11 @@ import atexit
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
 
+from rankwire import runtime
 from rankwire.errors import ChannelClosedError
 from rankwire.finalizers import finish
 
@@ -60,7 +60,7 @@ def close_at_exit(thing: Any, leave: Leave[Any] = _leave) -> None:
 
 
 def _close_at_exit() -> None:
-    threading.excepthook = _without_farewells(threading.excepthook)
+    runtime.wrap_thread_excepthook(_without_farewells)
     error = _uncaught()
     for thing, leave in reversed(list(_leaving.items())):
         try:
@@ -78,12 +78,10 @@ def _uncaught() -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _without_farewells(
-    hook: Callable[[threading.ExceptHookArgs], Any],
-) -> Callable[[threading.ExceptHookArgs], Any]:
+def _without_farewells(hook: runtime.ThreadHook) -> runtime.ThreadHook:
     """Return a hook for uncaught errors of threads that ignores those caused by closing."""
 
-    def report(args: threading.ExceptHookArgs) -> None:
+    def report(args: runtime.ExceptHookArgs) -> None:
         is_daemon = args.thread is not None and args.thread.daemon
         if not (is_daemon and isinstance(args.exc_value, ChannelClosedError)):
             hook(args)

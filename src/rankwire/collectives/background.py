@@ -15,11 +15,11 @@ Lock: ``_lock`` guards the queue, the role and the worker's sleep; no other lock
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.collectives.work import CallbackThread, Work
 from rankwire.deadline import Deadline
@@ -105,7 +105,7 @@ class _Visit:
     __slots__ = ("thread",)
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.thread = runtime.get_ident()
 
 
 class Background:
@@ -115,11 +115,11 @@ class Background:
         self.clock = clock
         self._name = name
         self._callbacks = CallbackThread(f"{name}-callbacks", clock)
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._queue: deque[Task] = deque()
         self._submitted = 0
         self._runner: object | None = None  # the visit, or the worker's lock
-        self._worker: threading.Lock | None = None  # the lock on which the worker sleeps
+        self._worker: runtime.Lock | None = None  # the lock on which the worker sleeps
         self._is_asleep = False  # until it is woken or times out
         self._is_called = True  # whether a new task wakes it
 
@@ -146,7 +146,7 @@ class Background:
         It skips tasks whose own deadline is later than ``limit``. An interrupt in a task is raised.
         """
         runner = self._runner
-        if type(runner) is _Visit and runner.thread == threading.get_ident():
+        if type(runner) is _Visit and runner.thread == runtime.get_ident():
             raise ConfigurationError(
                 "a signal handler waits for an operation of the group while its thread runs an "
                 "earlier one; wait outside of the handler"
@@ -213,17 +213,17 @@ class Background:
             self._is_asleep = False
             self._worker.release()
         elif self._worker is None:
-            worker = self._worker = threading.Lock()
+            worker = self._worker = runtime.Lock()
             try:
                 worker.acquire()
-                threading.Thread(
+                runtime.Thread(
                     target=self._work, args=(worker,), name=self._name, daemon=True
                 ).start()
             except BaseException:
                 self._worker = None  # if the thread has started, it sees this and ends
                 raise
 
-    def _work(self, worker: threading.Lock) -> None:
+    def _work(self, worker: runtime.Lock) -> None:
         while (task := self._next(worker)) is not None:
             if task.has_begun:
                 task.conclude()
@@ -232,7 +232,7 @@ class Background:
             self._leave(worker)
             del task  # an idle thread would keep the result alive
 
-    def _next(self, worker: threading.Lock) -> Task | None:
+    def _next(self, worker: runtime.Lock) -> Task | None:
         """Wait for the next task and become its runner; return None if the worker is to end."""
         idle = Deadline(_IDLE, self.clock)
         submitted, looks, nap, is_hasty = self._submitted, 0, _SOON / 2, True
@@ -261,7 +261,7 @@ class Background:
             else:
                 is_hasty = self._sleep(worker, nap if looks else idle.sleep_limit())
 
-    def _sleep(self, worker: threading.Lock, seconds: float) -> bool:
+    def _sleep(self, worker: runtime.Lock, seconds: float) -> bool:
         """Sleep until woken or the time is over; return whether the worker was woken."""
         if self.clock.acquire(worker, True, seconds):
             return True

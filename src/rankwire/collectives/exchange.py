@@ -7,7 +7,6 @@ every message and lends large ones. While it waits it calls ``look`` now and the
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
@@ -48,7 +48,7 @@ _SMALL = 16 << 10
 _COPIED = 4 << 10
 _CHANNEL = int(Channel.COLLECTIVE)  # the lookup of an enum member takes 0.1 us
 
-_local = threading.local()
+_local = runtime.local()
 
 
 class Piece:

@@ -6,10 +6,9 @@ the report of a rank's error, and ``error_of`` the error that the other ranks ra
 
 from __future__ import annotations
 
-import threading
-
 from msgspec.structs import replace
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.collectives.fingerprints import tag_of
 from rankwire.errors import (
@@ -50,7 +49,7 @@ class FailureReports:
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0
         self.turn = 0
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self.failures: dict[int, Notice] = {}
         self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # number, ranks
         self._others_tags: dict[int, set[int]] = {}  # of operations that have not failed here

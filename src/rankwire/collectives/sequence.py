@@ -17,12 +17,12 @@ Locks: ``_lock`` guards numbers, turns and notices, and is held briefly. Only th
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.collectives.background import Background, Task
 from rankwire.collectives.exchange import Exchange
@@ -66,7 +66,7 @@ class OperationSequence(FailureReports):
         self.agreement = SlotAgreement(backend)
         self._next = 0  # the number of the next operation to begin
         self.running: Operation | None = None
-        self._turn_changed = threading.Condition(self._lock)
+        self._turn_changed = runtime.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that ended before their turn
         # Since the last success; and the number after the operations queued behind it.
         self._first_failure: tuple[RankwireError | None, int] | None = None
@@ -206,7 +206,7 @@ class OperationSequence(FailureReports):
         return first.copy() if first is not None and sequence < end else None
 
 
-_making = threading.Lock()
+_making = runtime.Lock()
 renew_in_child(_making)
 
 

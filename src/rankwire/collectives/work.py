@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
+from rankwire import runtime
 from rankwire.clock import Clock, SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError
@@ -177,8 +177,8 @@ class CallbackThread:
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
-        self._lock = threading.Lock()
-        self._has_work = threading.Condition(self._lock)
+        self._lock = runtime.Lock()
+        self._has_work = runtime.Condition(self._lock)
         self._queue: deque[Work[Any]] = deque()
         self._server: object | None = None  # identifies the running thread
 
@@ -191,7 +191,7 @@ class CallbackThread:
                 return
             server = self._server = object()
             try:
-                threading.Thread(
+                runtime.Thread(
                     target=self._run, args=(server,), name=self._name, daemon=True
                 ).start()
             except BaseException:

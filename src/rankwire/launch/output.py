@@ -73,7 +73,7 @@ class Output:
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
         self._printed = PrintedErrors() if folds_repeats else None
-        self._holding: set[RankOutput] = set()  # that hold back an error
+        self._holding: dict[RankOutput, None] = {}  # that hold back an error
         self._repeats: dict[int, list[int]] = {}  # by the rank that printed their error
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
@@ -163,7 +163,7 @@ class Output:
         self._progress_at = REAL_TIME.now() + _PROGRESS_EVERY
         for stream in self._streams:
             stream.show_progress()
-        for queue in {self._stdout, self._stderr}:
+        for queue in dict.fromkeys((self._stdout, self._stderr)):
             queue.draw()
             self._balance(queue)
 
@@ -195,7 +195,7 @@ class Output:
     def drop_rest(self) -> None:
         """Drop what is queued, and print how many lines of which ranks were lost."""
         lost: Counter[int] = Counter()
-        for queue in {self._stdout, self._stderr}:
+        for queue in dict.fromkeys((self._stdout, self._stderr)):
             queue.drop()
             lost += queue.lost
         if not lost:
@@ -222,7 +222,7 @@ class Output:
         if stream.read() == 0:
             self._end(stream)
         elif stream.repeats is not None and stream.repeats.is_holding:
-            self._holding.add(stream)
+            self._holding[stream] = None
         self._balance(stream.queue)
 
     def _write(self, queue: OutputQueue) -> None:
@@ -239,13 +239,13 @@ class Output:
     def _settle(self, stream: RankOutput, *, waits: bool = True) -> None:
         """Print what a stream holds back, or note the rank that printed the same error."""
         if stream.settle(waits=waits):
-            self._holding.discard(stream)
+            self._holding.pop(stream, None)
             other = None if stream.repeats is None else stream.repeats.same_as
             if other is not None:
                 stream.last_line = self._errors[other].last_line
                 self._repeats.setdefault(other, []).append(stream.rank)
         else:
-            self._holding.add(stream)
+            self._holding[stream] = None
         self._balance(stream.queue)
 
     def _balance(self, queue: OutputQueue) -> None:

@@ -184,13 +184,13 @@ class FirstReceive:
             for inbox, receive in self._receives:
                 inbox.park(receive, bell)
             # After that: whoever reads one of these, and leaves it, rings the bell.
-            streams: set[Watched] = {
-                stream for inbox, _ in self._receives for stream in inbox.watch()
-            }
+            streams: list[Watched] = []
+            for inbox, _ in self._receives:
+                streams.extend(inbox.watch())
             if lookout is not None:
-                streams.update(lookout.watch())
+                streams.extend(lookout.watch())
             if not self._has_come():
-                bell.listen(list(streams), seconds)
+                bell.listen(list(dict.fromkeys(streams)), seconds)
         finally:
             for inbox, receive in self._receives:
                 inbox.leave(receive, bell)

@@ -83,8 +83,8 @@ class MeshCallPort(CallPort):
             on_unread=self._arm,
         )
         self._own_events: deque[PortEvent] = deque()
-        self._incoming: set[Connection] = set()
-        self._holding: set[Connection] = set()  # these have something to be flushed
+        self._incoming: dict[Connection, None] = {}
+        self._holding: dict[Connection, None] = {}  # these have something to be flushed
         self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
         self._turns: dict[int, int] = {}
         self._is_polled = False
@@ -158,7 +158,7 @@ class MeshCallPort(CallPort):
         """Take a connection that another rank's agent dialled."""
         with self._lock:
             if self._closed is None:
-                self._incoming.add(connection)
+                self._incoming[connection] = None
                 self._poller.register(connection.stream, connection)
                 return
         self._calls.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
@@ -229,7 +229,7 @@ class MeshCallPort(CallPort):
     def _drop(self, connection: Connection) -> None:
         with self._lock:
             if connection in self._incoming:
-                self._incoming.remove(connection)
+                del self._incoming[connection]
                 self._poller.unregister(connection.stream)
         self._mesh.release(connection)
 
@@ -254,7 +254,7 @@ class MeshCallPort(CallPort):
             return
         connection.send_small(envelope, message, deadline, hold)
         if hold and connection.is_holding:  # after the send: whoever flushes must find it
-            self._holding.add(connection)
+            self._holding[connection] = None
 
     def _reply_at_length(
         self,
@@ -288,13 +288,13 @@ class MeshCallPort(CallPort):
     def flush(self) -> None:
         """Send the replies that were held back, and the cancels."""
         for connection in list(self._holding):
-            self._holding.discard(connection)
+            self._holding.pop(connection, None)
             try:
                 connection.flush(AT_ONCE)
             except RankwireError as error:
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
             if connection.is_holding and connection.failure is None:
-                self._holding.add(connection)  # it takes nothing now; the next look tries again
+                self._holding[connection] = None  # it takes nothing now; the next look tries again
         if self._calls.unsent_cancels:
             self._calls.cancel_again()
 
@@ -391,7 +391,7 @@ class MeshCallPort(CallPort):
             self._closed = cause
             is_alone = self._ended is None
             self._ended = self._ended or cause
-            incoming, self._incoming = self._incoming, set()
+            incoming, self._incoming = self._incoming, {}
             self._poller.wake()
         self.presence.close()
         outgoing = self._calls.close(cause)

@@ -44,7 +44,7 @@ class RollClient:
         self._send = send
         self._lock = runtime.Lock()
         self._gone: set[int] = set()
-        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._groups: weakref.WeakKeyDictionary[Group, None] = weakref.WeakKeyDictionary()
         self.untaken: dict[int, list[Notice]] = {}
         self.is_kept = send is not None
         self.keeper = -1
@@ -62,7 +62,7 @@ class RollClient:
     def add(self, group: Group) -> None:
         """Have a group report when this rank leaves, if the roll is kept here."""
         with self._lock:
-            self._groups.add(group)
+            self._groups[group] = None
 
     # -- for the backend ---------------------------------------------------------------------------
 

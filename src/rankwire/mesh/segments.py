@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from rankwire import runtime
 from rankwire.clock import Clock
@@ -37,7 +37,7 @@ class Segments:
         self._nbytes = nbytes
         self._clock = clock
         self._lock = runtime.Lock()
-        self._segments: WeakSet[SharedSegment] = WeakSet()
+        self._segments: WeakKeyDictionary[SharedSegment, None] = WeakKeyDictionary()
 
     def why_not(self) -> str:
         """Try to make one; return why that cannot be, or nothing."""
@@ -74,7 +74,7 @@ class Segments:
             _log.debug("collectives go by sockets, no memory is shared: %s", error)
             return None
         with self._lock:
-            self._segments.add(segment)
+            self._segments[segment] = None
         return segment
 
     def disturb(self) -> None:

@@ -15,7 +15,6 @@ import linecache
 import os
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -23,12 +22,14 @@ from traceback import FrameSummary
 from types import CodeType, CoroutineType, FrameType, FunctionType
 from typing import Any, cast
 
+from rankwire import runtime
+
 _OURS = "rankwire"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
 _STARTER = "<string>"  # the code that starts a process of multiprocessing
-_MAIN = threading.main_thread()
+_MAIN = runtime.main_thread()
 _MOST_THREADS = 8
 _MOST_FRAMES = 20  # of a thread, innermost, after folding
 _RUNS = "runs"
@@ -125,10 +126,10 @@ def methods_entered(methods: Collection[CodeType]) -> list[object]:
     return found
 
 
-def _threads() -> list[tuple[threading.Thread, FrameType]]:
+def _threads() -> list[tuple[runtime.Thread, FrameType]]:
     """Return the threads with their innermost frames, the main thread first."""
     frames = _frames()
-    threads = sorted(threading.enumerate(), key=lambda each: each is not _MAIN)
+    threads = sorted(runtime.list_threads(), key=lambda each: each is not _MAIN)
     return [(each, frames[each.ident]) for each in threads if each.ident in frames]
 
 

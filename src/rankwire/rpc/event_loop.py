@@ -67,9 +67,7 @@ class EventLoop:
             if self._closed:
                 return None
             if self._loop is None:
-                import asyncio
-
-                self._loop = asyncio.new_event_loop()
+                self._loop = runtime.new_event_loop()
                 self._thread = runtime.Thread(
                     target=self._run_loop,
                     args=(self._loop,),
@@ -116,9 +114,14 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
     import asyncio
 
     loop.run_until_complete(asyncio.sleep(0))  # starts tasks that were submitted before the stop
-    while tasks := asyncio.all_tasks(loop):
+    while tasks := sorted(asyncio.all_tasks(loop), key=_order):
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
+
+
+def _order(task: asyncio.Task[Any]) -> tuple[int, str]:
+    """Return a key that sorts tasks by their age, as their names do: Task-9, Task-10."""
+    return len(task.get_name()), task.get_name()

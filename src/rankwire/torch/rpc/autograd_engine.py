@@ -42,7 +42,7 @@ class Engine:
         self._contexts = contexts
         self._time_limit = time_limit
         self._numbers = itertools.count()
-        self._threads: set[runtime.Thread] = set()
+        self._threads: dict[runtime.Thread, None] = {}
         verbs: tuple[tuple[str, Callable[..., Any]], ...] = (
             (REACH, self._serve_reach),
             (RUN, self._serve_run),
@@ -212,13 +212,13 @@ class Engine:
             except BaseException as error:  # of a user's function: passed to the caller
                 outcome = error
             context.passes.pop(number, None)
-            self._threads.discard(runtime.current_thread())
+            self._threads.pop(runtime.current_thread(), None)
             if over.set_running_or_notify_cancel():
                 over.set_exception(outcome) if outcome else over.set_result(None)
 
         # Not a worker: it waits for other calls, which may need all of the agent's workers.
         thread = runtime.Thread(target=run, name="rankwire-backward", daemon=True)
-        self._threads.add(thread)
+        self._threads[thread] = None
         thread.start()
         return over
 
