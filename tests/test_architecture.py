@@ -14,7 +14,7 @@ SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
     "errors", "texts", "clock", "deadline", "fork", "public_dir", "shutdown",
-    "finalizers", "environment", "override", "runtime",
+    "finalizers", "environment", "override", "runtime", "interrupts",
 }  # fmt: skip
 TO_THE_WIRE = {"wire", "transports", "links"}
 # What each layer may import of ours (its own modules apart).
@@ -25,15 +25,16 @@ MAY_IMPORT = {
     "texts": set(),
     "fork": {"errors", "runtime"},
     "shutdown": {"errors", "finalizers", "runtime"},
-    "finalizers": {"clock", "runtime"},
+    "finalizers": {"clock", "runtime", "interrupts"},
     "clock": {"runtime"},
     "public_dir": set(),
     "override": set(),
     "runtime": set(),
+    "interrupts": set(),
     "deadline": {"errors", "clock", "runtime"},
     "environment": {"errors"},
     "codec": {"errors", "texts", "public_dir", "override"},
-    "wire": {"errors", "texts", "codec", "override"},
+    "wire": {"errors", "texts", "codec", "override", "interrupts"},
     "observe": {*LEAVES, "wire"},
     "transports": {*LEAVES, "wire"},
     "links": {*LEAVES, "wire", "transports"},

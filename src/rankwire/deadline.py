@@ -81,8 +81,7 @@ class Deadline:
         """Acquire a lock in time, and note it in ``grip``; return whether it is acquired.
 
         Call it inside the ``try`` whose ``finally`` releases the lock ``if grip[-1:] == [True]``.
-        One call of a C function acquires the lock and notes it, so that no interrupt (Ctrl-C) falls
-        between and leaves the lock taken for ever.
+        It acquires and notes in one step (see ``rankwire.interrupts``).
         """
         grip.extend(map(lock.acquire, (False,)))
         if not grip[-1]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
+from rankwire.interrupts import ONCE
 
 _log = logging.getLogger("rankwire")
 
@@ -45,7 +46,7 @@ def hand_over(work: Callable[..., object], *args: Any) -> None:
     try:
         # One call of a C function, so that an interrupt (Ctrl-C) cannot leave neither the item in
         # ``_idle`` nor a thread.
-        deque(starmap(runtime.start_new_thread, starmap(_idle.pop, ((),))), 0)
+        deque(starmap(runtime.start_new_thread, starmap(_idle.pop, ONCE)), 0)
     except IndexError:  # there is a thread
         return
     except RuntimeError:  # no thread can start now: the next caller tries, or ``finish`` does it

@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from itertools import starmap
 
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
+from rankwire.interrupts import call_and_note
 from rankwire.links.memory import (
     READ,
     WORD_NBYTES,
@@ -222,8 +222,7 @@ class Borrowed(Parcel):
         local = (Vector * 1)(Vector(ctypes.addressof(word), WORD_NBYTES))
         remote = (Vector * 1)(Vector(self._loan.receipt, WORD_NBYTES))
         # If it cannot be written, its owner is gone and does not wait.
-        arguments = ((self._pid, local, 1, remote, 1, 0),)
-        self._receipt.extend(starmap(WRITE, arguments))
+        call_and_note(self._receipt, WRITE, self._pid, local, 1, remote, 1, 0)
 
     def __repr__(self) -> str:
         state = "revoked" if self._revoked else "given back" if self._receipt else "lent"

@@ -33,6 +33,7 @@ from itertools import starmap
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.interrupts import ONCE
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Meanwhile
@@ -40,7 +41,7 @@ from rankwire.links.shared_mailbox import SharedMailbox
 from rankwire.transports.stream import Stream, Watched
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.loans import LoanRevokedError
-from rankwire.wire.mailbox import ONCE, Mailbox, payload_of
+from rankwire.wire.mailbox import Mailbox, payload_of
 from rankwire.wire.receive import Destination, PostedReceive, Receive
 
 _log = logging.getLogger("rankwire")

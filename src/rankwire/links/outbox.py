@@ -18,10 +18,10 @@ from itertools import starmap
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.interrupts import ONCE
 from rankwire.links.lender import Meanwhile
 from rankwire.links.writer import JOIN_NBYTES, FrameWriter
 from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
-from rankwire.wire.mailbox import ONCE
 from rankwire.wire.seals import SLICE_NBYTES, SealInProgress
 
 _TURN = 0.05  # seconds that one thread has the send lock for what others have posted

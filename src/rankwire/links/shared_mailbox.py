@@ -23,9 +23,10 @@ from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ForkedProcessError, RankwireError
 from rankwire.fork import guard
+from rankwire.interrupts import ONCE
 from rankwire.transports.wakeup import Sleeper, Sleepers, wake
 from rankwire.wire.frames import Envelope, Payload
-from rankwire.wire.mailbox import ONCE, Mailbox
+from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Receive
 
 

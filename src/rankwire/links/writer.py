@@ -156,7 +156,7 @@ class FrameWriter:
         grip: list[bool] = []
         ring, is_put = self.ring, False
         try:
-            grip.extend(map(self._lock.acquire, (False,)))  # see Deadline.take
+            grip.extend(map(self._lock.acquire, (False,)))  # see rankwire.interrupts
             if self._journal or self.failure is not None or self.waiting or not grip[0]:
                 self._begin(grip, deadline, meanwhile)
             before = sequence, held = self._outgoing

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
+from rankwire.interrupts import call_and_note
 
 if TYPE_CHECKING:
     from rankwire.rpc.served_call import ServedCall
@@ -61,9 +62,7 @@ class DeferredReply:
         """Send the reply, unless another thread does or has. Safe to repeat after an interrupt."""
         grip: list[bool] = []
         try:
-            grip.extend(
-                map(self._turn.acquire, (False,))
-            )  # an interrupt cannot separate taking from noting
+            call_and_note(grip, self._turn.acquire, False)
             if grip[0] and not self._is_answered:
                 self._call.answer_deferred(self.future)
                 self._is_answered = True

@@ -19,13 +19,11 @@ import platform
 import struct
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable
-from itertools import starmap
 from typing import Any
 
 from rankwire import runtime
-from rankwire.wire.mailbox import ONCE
+from rankwire.interrupts import call_and_note, pop_into
 
 # Records and steps rely on stores being seen in the order in which they were made.
 CAN_SHARE = (
@@ -81,14 +79,14 @@ class _Descriptor:
         self._numbers: list[int] = []
 
     def take(self, open_one: Callable[..., int], *args: Any) -> int:
-        """Have one opened, and keep it in the same step: one call of a C function."""
-        self._numbers.extend(map(open_one, *((arg,) for arg in args)))
+        """Open one by a C function, and keep it in the same step."""
+        call_and_note(self._numbers, open_one, *args)
         return self._numbers[0]
 
     def close(self) -> None:
         """Close it. Idempotent."""
         while self._numbers:
-            deque(map(os.close, starmap(self._numbers.pop, ONCE)), 0)
+            pop_into(os.close, self._numbers)
 
     __del__ = close
 

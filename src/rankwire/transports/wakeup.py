@@ -17,6 +17,7 @@ from typing import Protocol
 
 from rankwire import runtime
 from rankwire.clock import Clock
+from rankwire.interrupts import ONCE
 
 Action = Callable[[], None]
 
@@ -90,7 +91,6 @@ class Sleeper(Protocol):
 
 Sleepers = list[Sleeper]
 
-_ONCE = ((),)
 _release = methodcaller("release")
 
 
@@ -121,4 +121,4 @@ def wake(sleepers: Sleepers) -> None:
     """
     while sleepers:
         with suppress(IndexError, RuntimeError):  # another thread was faster, in any of its places
-            deque(map(_release, starmap(sleepers.pop, _ONCE)), 0)
+            deque(map(_release, starmap(sleepers.pop, ONCE)), 0)

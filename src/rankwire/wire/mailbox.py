@@ -17,6 +17,7 @@ from itertools import starmap
 from operator import attrgetter
 
 from rankwire.errors import RankwireError, SizeMismatchError
+from rankwire.interrupts import ONCE
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.loans import whole_of
 from rankwire.wire.receive import Destination, Placed, Receive
@@ -27,9 +28,6 @@ _MOST_REFUSED = 256
 # Of any size: an empty message takes 1 KB of memory.
 _MOST_UNMATCHED = 1 << 20
 
-# ``map(payload_of, starmap(frames.popleft, ONCE))`` removes the first frame when it is consumed, so
-# that the payload moves in one step.
-ONCE = ((),)
 payload_of = attrgetter("payload")
 
 
