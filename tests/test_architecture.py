@@ -335,7 +335,7 @@ OWN_WAITS = {
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
     "torch/torch_rendezvous.py": "torch's stores wait by the system clock, before there is a world",
-    "torch/works.py": "a Work waits by its own clock",
+    "torch/work_handles.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
 # What has a ``wait`` of its own that is given a deadline, and so the clock.

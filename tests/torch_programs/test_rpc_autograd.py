@@ -384,7 +384,7 @@ def has_no_context(rank):
 
 
 def wait_for_loss(rank):
-    eventually(lambda: rank not in current().backend.alive)
+    eventually(lambda: rank not in current().agent.backend.alive)
 
 
 @pytest.mark.parametrize("ranks", [[1, 2], [1, 2, 3], [1, 2, 3, 2, 3, 2]], ids=str)

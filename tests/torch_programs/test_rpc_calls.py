@@ -23,8 +23,8 @@ from rankwire.errors import (  # noqa: E402
     UnsupportedTypeError,
 )
 from rankwire.torch.rpc import constants, session  # noqa: E402
+from rankwire.torch.rpc.call_results import ReplyWatcher  # noqa: E402
 from rankwire.torch.rpc.options import construct_rpc_backend_options  # noqa: E402
-from rankwire.torch.rpc.reply_watcher import ReplyWatcher  # noqa: E402
 from rankwire.torch.rpc.session import current  # noqa: E402
 from rankwire.torch.rpc.verbs import APPLY, MAKE  # noqa: E402
 from worlds import eventually  # noqa: E402

@@ -360,7 +360,7 @@ ATTACKS = {
     "numpy's files": "numpy:load",
     "numpy's functions": "numpy:sum",
     "a module that is not imported": "antigravity:fly",
-    "rankwire itself": "rankwire.torch.rpc.lifecycle:shutdown",
+    "rankwire itself": "rankwire.torch.rpc.termination:shutdown",
     "modules on other ranks": "rankwire.torch.rpc.remote_module:RemoteModule",
     "what a handle is of": "rankwire.torch.rpc.remote_module:RemoteModule._of",
     "no module": ":plain",

@@ -470,7 +470,7 @@ def test_an_object_that_was_offered_to_a_killed_worker_is_let_go():
             own, rref = rpc.RRef(Counter()), rpc.remote("worker1", Counter)
             rpc.rpc_sync("worker1", keep, args=(own,))
             os.kill(rpc.rpc_sync("worker2", process), signal.SIGKILL)
-            eventually(lambda: 2 not in current().backend.alive)
+            eventually(lambda: 2 not in current().agent.backend.alive)
             for handle in (own, rref):
                 with pytest.raises(RuntimeError, match="worker2"):
                     rpc.rpc_sync("worker2", keep, args=(handle,))
@@ -502,7 +502,7 @@ def test_nothing_is_logged_of_calls_to_a_killed_worker_whose_failure_is_known_ot
             x = torch.ones(3, requires_grad=True)
             y = rpc.rpc_sync("worker1", weigh, args=(x,))
             os.kill(rpc.rpc_sync("worker1", process), signal.SIGKILL)
-            eventually(lambda: 1 not in current().backend.alive)
+            eventually(lambda: 1 not in current().agent.backend.alive)
             with pytest.raises(RuntimeError, match="rank 1 is lost"):
                 rpc.autograd.backward(context_id, [y.sum()])
         late = rpc.remote("worker1", Counter)

@@ -143,7 +143,7 @@ def test_calls_to_a_worker_that_shuts_down_say_so():
 def test_a_worker_that_lives_and_does_not_come_is_named(dying):
     def check(rank):
         if rank == 1:
-            eventually(lambda: 0 not in current().backend.alive)
+            eventually(lambda: 0 not in current().agent.backend.alive)
             rpc.shutdown(graceful=False)
             return
         if rank == dying:

@@ -227,7 +227,7 @@ def test_gradients_that_are_not_awaited_and_parts_that_run_are_refused():
 
 
 def test_a_gathering_is_refused_beyond_a_limit_and_forgotten_when_no_worker_waits(monkeypatch):
-    monkeypatch.setattr("rankwire.torch.rpc.gatherings._MOST_WAITING", 5)
+    monkeypatch.setattr("rankwire.torch.rpc.session._MOST_WAITING", 5)
 
     def check(rank):
         session = current()
@@ -249,4 +249,4 @@ def test_a_gathering_is_refused_beyond_a_limit_and_forgotten_when_no_worker_wait
 
 def count_gatherings():
     """Return how many there are of the test's own."""
-    return sum(number >= 100 for _, number in current().gatherings._gatherings)
+    return sum(number >= 100 for _, number in current().gatherer._gathers)

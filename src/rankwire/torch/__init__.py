@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch  # noqa: F401  (first: it registers the backend while it is imported)
 
-from rankwire.torch.group import RankwireGroup
+from rankwire.torch.group import RankwireGroup, register
 from rankwire.torch.group_operations import monitored_barrier
-from rankwire.torch.registering import register
 
 __all__ = ["RankwireGroup", "monitored_barrier", "register"]
 

@@ -3,7 +3,7 @@
 torch's code in Python and C++ (DDP, functional collectives, compiled graphs) calls the methods
 below by these names and by older ones. A blocking call (``opts.asyncOp`` is False) runs in the
 caller's thread and returns None; all others run in the background and return a work. Errors are
-torch's (``works``).
+torch's (``work_handles``).
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ from rankwire.torch.group_operations import (
     op_of,
     options_of,
 )
-from rankwire.torch.torch_rendezvous import form_world, take_formed
-from rankwire.torch.works import (
-    DoneWork,
+from rankwire.torch.torch_rendezvous import form_world, register_launchers, take_formed
+from rankwire.torch.work_handles import (
     MessageWork,
-    PendingWork,
+    OperationWork,
     as_torch,
     seconds_of,
     translated,
@@ -73,6 +72,17 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
             ranks = formed or form_world(options.store, rank, size, timeout)
             ranks.timeout = timeout.total_seconds()
     return RankwireGroup(ranks, options.store)
+
+
+def register() -> None:
+    """Register the backend and the rendezvous handlers with torch. Repeating it changes nothing.
+
+    torch calls this during its own import (an entry point), possibly while ``rankwire.torch`` is
+    being imported.
+    """
+    if not hasattr(dist.Backend, "RANKWIRE"):
+        dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
+    register_launchers()
 
 
 def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +181,7 @@ class _GroupBase(dist.ProcessGroup):  # type: ignore[misc]
             work = operation(self.ranks, *args, async_op=is_async, timeout=limit, **kwargs)
         except RankwireError as error:
             raise translated(error) from error
-        return PendingWork(work, tensors) if is_async else None
+        return OperationWork(work, tensors) if is_async else None
 
 
 class RankwireGroup(_GroupBase):
@@ -196,7 +206,7 @@ class RankwireGroup(_GroupBase):
         if tensor.is_sparse:
             with as_torch:
                 add_sparse(self.ranks, tensor, op_of(opts.reduceOp), seconds_of(opts.timeout))
-            return DoneWork([tensor])
+            return OperationWork(None, [tensor])
         return self._run(opts, [tensor], rankwire.all_reduce, tensor, op_of(opts.reduceOp))
 
     @_on_any_device
@@ -258,7 +268,7 @@ class RankwireGroup(_GroupBase):
             self._run(opts, out, rankwire.all_gather, tensor, out=list(out))
             for tensor, out in zip(inputs, zip(*output_lists, strict=True), strict=True)
         ]
-        return works[-1] if works else DoneWork()
+        return works[-1] if works else OperationWork(None)
 
     @_on_any_device
     @override
@@ -347,15 +357,12 @@ class RankwireGroup(_GroupBase):
                 data = bytes(data)
             return MessageWork(self.ranks.isend(data, dst, tag), tensor)
 
-    @override
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._receive(tensors, src, tag)
-
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive a tensor from any rank; the work's ``source_rank()`` says which."""
-        return self._receive(tensors, ANY_RANK, tag)
+        return self.recv(tensors, ANY_RANK, tag)
 
-    def _receive(self, tensors: Any, src: Any, tag: int) -> Any:
+    @override
+    def recv(self, tensors: Any, src: Any, tag: int = 0) -> Any:
         tensor = only_tensor(tensors)
         with as_torch:
             whole = bytes_of(tensor)

@@ -20,7 +20,7 @@ from rankwire.collectives.operations import all_gather
 from rankwire.collectives.reductions import PremulSum
 from rankwire.errors import ConfigurationError, DeadlineExceededError
 from rankwire.torch.devices import plain
-from rankwire.torch.works import as_torch, seconds_of
+from rankwire.torch.work_handles import as_torch, seconds_of
 
 # By number: looking up the enum takes 1 us more, as each access makes a new object.
 _OPS = {

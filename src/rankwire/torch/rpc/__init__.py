@@ -7,26 +7,33 @@ functions of the program for others, and no others (``naming_rule``). It needs t
 
 from __future__ import annotations
 
-from rankwire.torch.rpc import api, autograd, constants, functions, options
-from rankwire.torch.rpc.api import get_rpc_timeout, get_worker_info
+from rankwire.torch.rpc import api, autograd, functions, options
+from rankwire.torch.rpc.api import (
+    RRef,
+    WorkerInfo,
+    get_rpc_timeout,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from rankwire.torch.rpc.functions import exposed
-from rankwire.torch.rpc.installation import install
-from rankwire.torch.rpc.lifecycle import init_rpc, is_available, shutdown
+from rankwire.torch.rpc.initialization import init_rpc, install, is_available
 from rankwire.torch.rpc.naming_rule import NameRefusedError
 from rankwire.torch.rpc.optimizer import DistributedOptimizer
 from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from rankwire.torch.rpc.remote_calls import all_gather as _all_gather
-from rankwire.torch.rpc.remote_calls import barrier as _barrier
-from rankwire.torch.rpc.remote_calls import rpc_async, rpc_sync
-from rankwire.torch.rpc.remote_calls import wait_all as _wait_all
 from rankwire.torch.rpc.remote_module import RemoteModule
-from rankwire.torch.rpc.rref import RRef, remote
-from rankwire.torch.rpc.session import WorkerInfo
 
-dist_autograd = autograd  # torch programs use this name
+# torch programs use these names.
+constants = options
+dist_autograd = autograd
+_all_gather = api._all_gather
+_barrier = api._barrier
 _is_current_rpc_agent_set = api._is_current_rpc_agent_set
 _require_initialized = api._require_initialized
 _set_rpc_timeout = api._set_rpc_timeout
+_wait_all = api._wait_all
 
 __all__ = [
     "BackendType",

@@ -1,20 +1,25 @@
-"""Names of torch's module ``rpc.api`` that programs and libraries use, and a view of the agent."""
+"""Call functions of other workers, with the names of torch's module ``rpc.api``.
+
+A function travels by its name (``naming_rule``), its arguments as values.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from rankwire.torch.rpc.lifecycle import shutdown
-from rankwire.torch.rpc.lifecycle import wait_for_all as _wait_for_all
-from rankwire.torch.rpc.remote_calls import all_gather as _all_gather
-from rankwire.torch.rpc.remote_calls import barrier as _barrier
-from rankwire.torch.rpc.remote_calls import collected as _thread_local_var
-from rankwire.torch.rpc.remote_calls import rpc_async, rpc_sync
-from rankwire.torch.rpc.remote_calls import wait_all as _wait_all
+import torch
+
+from rankwire import runtime
+from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.torch.rpc.call_results import CallFuture, translated
+from rankwire.torch.rpc.options import UNSET_RPC_TIMEOUT
 from rankwire.torch.rpc.rref import RRef, remote
 from rankwire.torch.rpc.session import NOT_INITIALIZED, Session, WorkerInfo, current, state
+from rankwire.torch.rpc.termination import shutdown, wait_for_all
+from rankwire.torch.rpc.verbs import APPLY
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,8 +29,13 @@ __all__ = [
     "WorkerInfo",
     "_all_gather",
     "_barrier",
+    "_is_current_rpc_agent_set",
+    "_require_initialized",
+    "_set_rpc_timeout",
     "_thread_local_var",
+    "_to_worker_info",
     "_wait_all",
+    "_wait_all_workers",
     "get_rpc_timeout",
     "get_worker_info",
     "remote",
@@ -35,10 +45,146 @@ __all__ = [
 ]
 
 
+class _Collected(runtime.local):
+    """The futures of ``rpc_async`` in a thread inside ``_wait_all``; outside, no such attribute."""
+
+    future_list: list[CallFuture]
+
+
+_thread_local_var = _Collected()  # torch's name
+
+
+def rpc_sync(
+    to: Any,
+    func: Callable[..., Any],
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Call a function of a worker and return its result.
+
+    Safe from any thread. Tensors are sent without a copy and may be changed when this returns.
+
+    Args:
+        to: The worker: a name, a rank or a ``WorkerInfo``.
+        func: A function or class that the callee's naming rule allows.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Seconds; 0 is no limit, -1 the default.
+
+    Raises:
+        RuntimeError: The call failed; rankwire's error is the ``__cause__``. An error that the
+            function raised has its own class, if that is Python's or the program's.
+    """
+    session, rank, limit = _addressed(to, timeout)
+    try:
+        return session.call(rank, *_named(session, func, args, kwargs), limit)
+    except RankwireError as error:
+        raise translated(error, session, rank, limit) from error
+
+
+def rpc_async(
+    to: Any,
+    func: Callable[..., Any],
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> CallFuture:
+    """Start a call of a function of a worker and return its future.
+
+    Safe from any thread. Arguments are encoded, and large ones sent, before this returns, and may
+    be changed afterwards. Otherwise as ``rpc_sync``.
+
+    Raises:
+        RuntimeError: An argument cannot be sent, or there is no such worker. All other failures end
+            the future.
+    """
+    session, rank, limit = _addressed(to, timeout)
+    try:
+        call = session.start(rank, *_named(session, func, args, kwargs), limit)
+    except RankwireError as error:
+        raise translated(error, session, rank, limit) from error
+    future = CallFuture(session, call, rank, limit)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def _addressed(to: Any, timeout: float) -> tuple[Session, int, float]:
+    """Return the session, the rank that is called, and the timeout in seconds."""
+    session = state.session
+    if session is None:
+        raise RuntimeError(NOT_INITIALIZED)
+    rank = session.ranks.get(to) if type(to) is str else None
+    return session, session.rank_of(to) if rank is None else rank, session.limit(timeout)
+
+
+def _named(
+    session: Session,
+    func: Callable[..., Any],
+    args: Iterable[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[str, Iterable[Any], Mapping[str, Any]]:
+    """Return the function's name and its arguments; a pickled function becomes an argument."""
+    name = session.names.get(func) or session.named(func)
+    if type(name) is str:
+        return name, args or (), kwargs or {}
+    return APPLY, (name, list(args or ()), dict(kwargs or {})), {}
+
+
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Contribute an object and return those of all workers, by name. All of them call it.
+
+    Args:
+        obj: This worker's object.
+        worker_names: The workers that take part; all if not given.
+        timeout: Seconds; 0 is no limit, -1 the default.
+
+    Raises:
+        RuntimeError: A worker did not take part in time, or is lost.
+    """
+    session = current()
+    names = tuple(sorted(worker_names or session.ranks))
+    if session.me.name not in names:
+        raise RuntimeError(f"{session.me.name} is not among the gathering workers: {names}")
+    limit = session.limit(timeout)
+    leader = session.ranks[names[0]]
+    try:
+        return session.gatherer.gather(obj, names, limit)
+    except DeadlineExceededError as error:
+        if session.me.name != names[0]:
+            raise translated(error, session, leader, limit) from error
+        raise RuntimeError(
+            f"Followers {list(names[1:])} timed out in _all_gather after {limit:.2f} seconds. "
+            f"The first exception is {error}"
+        ) from error
+    except RankwireError as error:
+        raise translated(error, session, leader, limit) from error
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Return once all these workers have called it."""
+    _all_gather(None, worker_names)
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait at the end of the block for all calls that this thread started with ``rpc_async``."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """Return the worker with a name or rank; this worker if none is given."""
-    session = current()
-    return session.me if worker_name is None else session.workers[session.rank_of(worker_name)]
+    return current_agent().get_worker_info(worker_name)
 
 
 def get_rpc_timeout() -> float:
@@ -70,7 +216,7 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
 def _wait_all_workers(timeout: float = 0.0) -> None:
     """Return once all workers have called this and no call is in progress anywhere."""
-    _wait_for_all(current(), timeout)
+    wait_for_all(current(), timeout)
 
 
 def _to_worker_info(to: Any) -> WorkerInfo:
@@ -99,7 +245,7 @@ class AgentView:
         """Return statistics as texts, by torch's names."""
         activity = self._session.agent.activity()
         return {
-            "agent.thread_pool_size": str(self._session.threads),
+            "agent.thread_pool_size": str(self._session.object_server.threads.most),
             "agent.num_pending_requests": str(activity.in_flight),
             "agent.client_active_calls": str(activity.in_flight),
             "agent.server_active_calls": str(activity.in_service),

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 class ObjectServer:
     """Serves the requests of other ranks' handles. Every method is safe from any thread."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, threads: int) -> None:
         self._session = session
         self._owned = session.owned
-        self._threads = MethodThreads(session.threads)
+        self.threads = MethodThreads(threads)
         ways: dict[str, Callable[..., Any]] = {
             MAKE: self.make,
             MAKE_BY_METHOD: self.make_by_method,
@@ -58,7 +58,7 @@ class ObjectServer:
 
     def close(self) -> None:
         """Run no more methods of objects that are still being created."""
-        self._threads.close()
+        self.threads.close()
 
     # -- what is served ----------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class ObjectServer:
             else:
                 done.set_result(result)
 
-        self._wait_for(owned).add_done_callback(lambda _: self._threads.run(run))
+        self._wait_for(owned).add_done_callback(lambda _: self.threads.run(run))
         return done
 
 
@@ -218,7 +218,7 @@ class MethodThreads:
     """Threads for methods of objects that were still being created. They end when idle."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._lock = runtime.Lock()
         self._waiting: deque[Callable[[], None]] = deque()
         self._running = 0
@@ -227,7 +227,7 @@ class MethodThreads:
         """Run a method on a thread, at once or when one is free."""
         with self._lock:
             self._waiting.append(method)
-            if self._running >= self._most:
+            if self._running >= self.most:
                 return
             self._running += 1
         runtime.Thread(target=self._run, name="rankwire methods", daemon=True).start()
@@ -235,7 +235,7 @@ class MethodThreads:
     def close(self) -> None:
         """Drop the methods that have not begun."""
         with self._lock:
-            self._most = 0
+            self.most = 0
             self._waiting.clear()
 
     def _run(self) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rankwire import runtime
+from rankwire.torch.rpc.api import rpc_async
 from rankwire.torch.rpc.autograd import get_gradients
 from rankwire.torch.rpc.call_results import CallFuture
 from rankwire.torch.rpc.functions import exposed
-from rankwire.torch.rpc.remote_calls import rpc_async
 from rankwire.torch.rpc.rref import RRef
 
 # torch's optimizers, by the names under which ranks request them.

@@ -1,17 +1,20 @@
-"""Options of RPC, under torch's names. There is one backend, on the CPU."""
+"""Options of RPC and their defaults, under torch's names. There is one backend, on the CPU."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 import torch
 
-from rankwire.torch.rpc.constants import (
-    DEFAULT_INIT_METHOD,
-    DEFAULT_NUM_WORKER_THREADS,
-    DEFAULT_RPC_TIMEOUT_SEC,
-)
+DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
+DEFAULT_INIT_METHOD: str = "env://"
+DEFAULT_SHUTDOWN_TIMEOUT: float = 0  # no limit
+DEFAULT_NUM_WORKER_THREADS: int = 16
+DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
+# The call has the default timeout.
+UNSET_RPC_TIMEOUT: float = -1.0
 
 
 class RpcBackendOptions:

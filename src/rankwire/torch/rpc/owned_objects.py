@@ -21,6 +21,7 @@ Lock: ``_lock`` guards the table and all counts; nothing is called while it is h
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -152,6 +153,11 @@ class OwnedObjects:
         self._expected: dict[ObjectId, OwnedObject] = {}  # by the whole id
         self._claims: Counter[int] = Counter()
         self._lost: dict[int, BaseException] = {}
+        self._numbers = itertools.count()
+
+    def new_id(self) -> ObjectId:
+        """Return an id for a new object or handle of this rank."""
+        return ObjectId(self._rank, next(self._numbers), runtime.randbits(63))
 
     def expect(self, id: ObjectId, src: int) -> OwnedObject:
         """Return an object that a rank has a handle of; it may not have been created yet."""

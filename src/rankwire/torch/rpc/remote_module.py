@@ -16,8 +16,8 @@ from torch import nn
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import InvalidMessageError
 from rankwire.override import override
+from rankwire.torch.rpc.api import rpc_sync
 from rankwire.torch.rpc.functions import exposed
-from rankwire.torch.rpc.remote_calls import rpc_sync
 from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.session import current
 

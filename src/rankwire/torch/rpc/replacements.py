@@ -1,10 +1,4 @@
-"""Replace torch's distributed autograd, its optimizer and remote modules while RPC is initialized.
-
-Programs import these from torch (``import torch.distributed.autograd as dist_autograd``), where
-they work on torch's RPC only. So ``init_rpc`` replaces them by rankwire's in the modules of torch
-and in every module that imported them by name, and ``shutdown`` restores them. Nothing is imported
-here. If torch's own RPC is initialized in this process, nothing is replaced.
-"""
+"""Replace names in the modules of this process, and restore them. Nothing is imported here."""
 
 from __future__ import annotations
 
@@ -13,32 +7,21 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from rankwire.torch.rpc import autograd
-from rankwire.torch.rpc.optimizer import DistributedOptimizer
-from rankwire.torch.rpc.remote_module import RemoteModule
-
-NAMES: dict[str, dict[str, Any]] = {
-    "torch.distributed.autograd": autograd.NAMES,
-    "torch.distributed.optim.optimizer": {"DistributedOptimizer": DistributedOptimizer},
-    "torch.distributed.optim": {"DistributedOptimizer": DistributedOptimizer},
-    "torch.distributed.nn.api.remote_module": {"RemoteModule": RemoteModule},
-    "torch.distributed.nn": {"RemoteModule": RemoteModule},
-}
-
-_EXTENSION = "torch._C._distributed_rpc"
+EXTENSION = "torch._C._distributed_rpc"
 _MISSING = object()
 
+Names = Mapping[str, Mapping[str, Any]]  # the new values, by module and name
 # The module, the name, and the value that was replaced.
 Replaced = list[tuple[ModuleType, str, Any]]
 
 _replaced: Replaced = []
 
 
-def put_in_place() -> None:
-    """Replace torch's names in this process, unless torch's RPC is in use."""
-    is_torchs_set = getattr(sys.modules.get(_EXTENSION), "_is_current_rpc_agent_set", None)
+def put_in_place(names: Names) -> None:
+    """Replace torch's names until ``put_back``, unless torch's own RPC is initialized."""
+    is_torchs_set = getattr(sys.modules.get(EXTENSION), "_is_current_rpc_agent_set", None)
     if is_torchs_set is None or not is_torchs_set():
-        _replaced.extend(replace(NAMES, everywhere=True))
+        _replaced.extend(replace(names, everywhere=True))
 
 
 def put_back() -> None:
@@ -46,7 +29,7 @@ def put_back() -> None:
     restore(_replaced)
 
 
-def replace(names: Mapping[str, Mapping[str, Any]], *, everywhere: bool) -> Replaced:
+def replace(names: Names, *, everywhere: bool) -> Replaced:
     """Replace names in imported modules, and return what was replaced.
 
     Args:

@@ -20,7 +20,7 @@ from rankwire.errors import DeadlineExceededError, OverloadedError, RankwireErro
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.call_results import CallFuture, translated
-from rankwire.torch.rpc.constants import UNSET_RPC_TIMEOUT
+from rankwire.torch.rpc.options import UNSET_RPC_TIMEOUT
 from rankwire.torch.rpc.owned_objects import ObjectId, OwnedObject
 from rankwire.torch.rpc.session import Session, WorkerInfo, current, state
 from rankwire.torch.rpc.verbs import BACKWARD, CALL, CHECK, FETCH, MAKE, MAKE_BY_METHOD, TYPE
@@ -50,7 +50,7 @@ class RRef(Generic[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework "
                 "(e.g. by calling `rpc.init_rpc`)?"
             )
-        owned = OwnedObject(session.new_id())
+        owned = OwnedObject(session.owned.new_id())
         owned.resolve(value)
         self._set_up(session, session.me.id, owned.id, owned)
 
@@ -231,7 +231,7 @@ def _wait_here(rref: RRef[Any], limit: float) -> Any:
     ready = owned.when_ready()
     done = runtime.Event()
     ready.add_done_callback(lambda _: done.set())
-    deadline = Deadline(limit, rref._session.backend.clock)
+    deadline = Deadline(limit, rref._session.agent.backend.clock)
     if not deadline.clock.wait(done, deadline.sleep_limit()):
         late = DeadlineExceededError(limit, waiting_for=[rref._owner])
         raise translated(late, rref._session, rref._owner, limit) from late
@@ -297,11 +297,11 @@ def _make(
     limit: float,
 ) -> RRef[Any]:
     """Start a call that creates an object, and return a handle of it."""
-    id = fork = session.new_id()
+    id = fork = session.owned.new_id()
     if rank == session.me.id:
         rref = RRef._of(session, rank, id, session.owned.expect(id, rank))
     else:
-        fork = session.new_id()
+        fork = session.owned.new_id()
         rref = RRef._of(session, rank, id)
     rref._fork = fork
     try:

@@ -2,15 +2,18 @@
 
 A process has at most one. It connects the agent, the workers by name, the naming rule, the owned
 objects and the handles. It turns a name into a function to serve; how calls are made is in
-``remote_calls``.
+``api``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rankwire import runtime
@@ -18,21 +21,21 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.errors import (
     FunctionNotFoundError,
+    OverloadedError,
     PeerLostError,
 )
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
 from rankwire.torch.rpc.autograd_contexts import CONTEXT
+from rankwire.torch.rpc.call_results import ReplyWatcher
 from rankwire.torch.rpc.functions import answer_later, is_async
-from rankwire.torch.rpc.gatherings import Gatherings
 from rankwire.torch.rpc.guards import guarded
 from rankwire.torch.rpc.handle_updates import HandleUpdates
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, name_of
 from rankwire.torch.rpc.object_server import ObjectServer
-from rankwire.torch.rpc.owned_objects import ObjectId, OwnedObjects
-from rankwire.torch.rpc.reply_watcher import ReplyWatcher
-from rankwire.torch.rpc.verbs import APPLY, CALL_IN_CONTEXT, register
+from rankwire.torch.rpc.owned_objects import OwnedObjects
+from rankwire.torch.rpc.verbs import APPLY, CALL_IN_CONTEXT, GATHER, register, sender
 
 _MAX_NAME = 128
 _NAME = re.compile(r"[\w:-]+", re.ASCII)
@@ -82,7 +85,10 @@ class WorkerInfo:
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
+Names = tuple[str, ...]
+
 _MAX_NAMES = 4096
+_MOST_WAITING = 1024  # calls of one worker; as many as it can have in flight
 
 NOT_INITIALIZED = (
     "RPC has not been initialized, or was shut down. Call torch.distributed.rpc.init_rpc first, or "
@@ -112,13 +118,11 @@ class Session:
         timeout: float,
         threads: int,
     ) -> None:
-        self.backend = backend
         self.workers = list(workers)
         self.me = self.workers[backend.rank]
         self.ranks = {worker.name: worker.id for worker in self.workers}
         self.rule = rule
         self.timeout = timeout
-        self.threads = threads
         self.names: dict[Any, str] = {}  # of functions that were called
         self.agent = RpcAgent(
             backend,
@@ -131,10 +135,9 @@ class Session:
         register(self.agent, APPLY, self._apply)
         self.owned = OwnedObjects(backend.rank)
         self.updates = HandleUpdates(self.agent)
-        self._numbers = itertools.count()
         self.watcher = ReplyWatcher(backend.clock)
-        self.object_server = ObjectServer(self)
-        self.gatherings = Gatherings(self)
+        self.object_server = ObjectServer(self, threads)
+        self.gatherer = Gatherer(self)
         autograd.attach(self.agent, self._apply, lambda: self.timeout)
 
     # -- who ---------------------------------------------------------------------------------------
@@ -161,10 +164,6 @@ class Session:
         if timeout < 0.0:
             timeout = self.timeout
         return timeout if timeout > 0.0 else math.inf
-
-    def new_id(self) -> ObjectId:
-        """Return an id for a new object or handle of this rank."""
-        return ObjectId(self.me.id, next(self._numbers), runtime.randbits(63))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -244,7 +243,7 @@ class Session:
     def lose(self, error: PeerLostError) -> None:
         """Release what a lost rank held, and fail what waits for it."""
         self.owned.lose(error.peer, error)
-        self.gatherings.lose(error.peer, error)
+        self.gatherer.lose(error.peer, error)
 
     def close(self, grace: float) -> None:
         """Stop serving and leave the world."""
@@ -256,7 +255,89 @@ class Session:
         try:
             self.agent.close(grace)
         finally:
-            self.backend.close()
+            self.agent.backend.close()
+
+
+@dataclass
+class _Gather:
+    """The values so far, and the calls that wait for the rest."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    waiters: list[Future[Any]] = field(default_factory=list)
+
+
+class Gatherer:
+    """Gathers values of several workers at one of them. Safe from any thread.
+
+    The worker with the first name leads. Each other one calls it with its value, and the reply is
+    deferred until all have called: one round trip. If a worker is lost, all waiting workers get an
+    error that names it. ``_lock`` guards the gathers; nothing is called while it is held.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = runtime.Lock()
+        self._counts: Counter[Names] = Counter()
+        self._waiting: Counter[int] = Counter()
+        self._gathers: dict[tuple[Names, int], _Gather] = {}
+        register(session.agent, GATHER, self._join)
+
+    def gather(self, value: Any, names: Names, limit: float) -> dict[str, Any]:
+        """Contribute a value and return the values of all workers, by name."""
+        with self._lock:
+            number = self._counts[names]
+            self._counts[names] += 1
+        leader = self._session.ranks[names[0]]
+        args = (list(names), number, value)
+        return self._session.agent.rpc_sync(leader, GATHER, *args, timeout=limit)  # type: ignore[no-any-return]
+
+    def lose(self, rank: int, error: PeerLostError) -> None:
+        """Fail the gathers that wait for a lost worker."""
+        name = self._session.workers[rank].name
+        with self._lock:
+            ended = [
+                self._gathers.pop(key)
+                for key, gather in list(self._gathers.items())
+                if name in key[0] and name not in gather.given
+            ]
+        for gather in ended:
+            for waiter in gather.waiters:
+                _end(waiter, lambda w: w.set_exception(error.copy()))
+
+    def _join(self, names: list[str], number: int, value: Any) -> Future[Any]:
+        src, key = sender(), (tuple(names), number)
+        name, me = self._session.workers[src].name, self._session.me.name
+        if name not in names or names[0] != me or not self._session.ranks.keys() >= set(names):
+            raise PermissionError(f"{name} does not take part in a gathering of {names} on {me}")
+        waiter: Future[Any] = Future()
+        with self._lock:
+            if self._waiting[src] >= _MOST_WAITING:
+                raise OverloadedError(f"{name} waits in {_MOST_WAITING} gatherings here")
+            self._waiting[src] += 1
+            gather = self._gathers.setdefault(key, _Gather())
+            gather.given[name] = value
+            gather.waiters.append(waiter)
+            is_complete = len(gather.given) == len(names)
+            if is_complete:
+                del self._gathers[key]
+        waiter.add_done_callback(partial(self._leave, key, src))
+        if is_complete:
+            for each in gather.waiters:
+                _end(each, lambda w: w.set_result(gather.given))
+        return waiter
+
+    def _leave(self, key: tuple[Names, int], src: int, waiter: Future[Any]) -> None:
+        """Forget a call that has ended, and a gather that no worker waits for."""
+        with self._lock:
+            self._waiting[src] -= 1
+            gather = self._gathers.get(key)
+            if gather is not None and all(each.cancelled() for each in gather.waiters):
+                del self._gathers[key]
+
+
+def _end(waiter: Future[Any], how: Callable[[Future[Any]], None]) -> None:
+    if waiter.set_running_or_notify_cancel():
+        how(waiter)
 
 
 class _Current:

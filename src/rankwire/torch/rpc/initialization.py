@@ -1,39 +1,38 @@
-"""Join and leave the workers: ``init_rpc`` and ``shutdown``.
+"""Join the workers (``init_rpc``), and install rankwire's RPC as ``torch.distributed.rpc``.
 
-A graceful ``shutdown`` waits until every worker has called it and no call is in progress anywhere,
-because a call may have started others that no caller waits for. If a worker is lost, the others
-shut down without it.
+Programs import distributed autograd, its optimizer and remote modules from torch, where they work
+on torch's RPC only. So ``init_rpc`` replaces them by rankwire's until ``shutdown``. ``install``
+replaces all of RPC, for libraries that import torch's themselves. A name that a program or library
+imported before (``from torch.distributed.rpc import rpc_sync``) stays torch's, so install first.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
-import logging
-import math
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
 
 from rankwire import runtime
-from rankwire.backends.base import Backend
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
 from rankwire.collectives.objects import all_gather_object
-from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    CollectiveAbortedError,
-    PeerLostError,
-    RankwireError,
-)
-from rankwire.torch.rpc import replacements
-from rankwire.torch.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from rankwire.errors import RankwireError
+from rankwire.torch.rpc import api, autograd, functions, replacements
 from rankwire.torch.rpc.naming_rule import NamingRule
-from rankwire.torch.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from rankwire.torch.rpc.session import Session, WorkerInfo, current, state
+from rankwire.torch.rpc.optimizer import DistributedOptimizer
+from rankwire.torch.rpc.options import (
+    BackendType,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    construct_rpc_backend_options,
+)
+from rankwire.torch.rpc.remote_module import RemoteModule
+from rankwire.torch.rpc.rref import RRef
+from rankwire.torch.rpc.session import Session, WorkerInfo, state
 from rankwire.torch.rpc.torch_codec import register_hooks
 from rankwire.torch.torch_rendezvous import form_world, register_launchers, take_formed
 
@@ -42,6 +41,17 @@ _LONGEST_JOIN = 1800.0
 
 _times_initialized = itertools.count()
 _lock = runtime.Lock()
+
+
+_PACKAGE = "torch.distributed.rpc"
+# What programs import from torch beside RPC, by module.
+_BESIDE_RPC: dict[str, dict[str, Any]] = {
+    "torch.distributed.autograd": autograd.NAMES,
+    "torch.distributed.optim.optimizer": {"DistributedOptimizer": DistributedOptimizer},
+    "torch.distributed.optim": {"DistributedOptimizer": DistributedOptimizer},
+    "torch.distributed.nn.api.remote_module": {"RemoteModule": RemoteModule},
+    "torch.distributed.nn": {"RemoteModule": RemoteModule},
+}
 
 
 class Defaults:
@@ -146,7 +156,7 @@ def _form(options: RpcBackendOptions, rank: int, world_size: int | None) -> TcpB
     timeout = _patience(options)
     size = -1 if world_size is None else world_size
     # Not by attribute: ``torch.distributed.rendezvous`` is a function of the same name.
-    rendezvous = import_module("torch.distributed.rendezvous").rendezvous
+    rendezvous = importlib.import_module("torch.distributed.rendezvous").rendezvous
     store, rank, size = next(rendezvous(options.init_method, rank, size, timeout=timeout))
     return take_formed(rank, size) or _form_in(store, rank, size, timeout)
 
@@ -196,7 +206,7 @@ def _begin(
     )
     register_hooks(codec, rule)
     world.on_peer_lost(session.lose)
-    replacements.put_in_place()
+    replacements.put_in_place(_BESIDE_RPC)
     state.session = session  # before others can call functions that need it
     world.barrier()
 
@@ -206,135 +216,67 @@ def is_available() -> bool:
     return True
 
 
-_log = logging.getLogger("rankwire")
+# In ``torch.distributed.rpc`` and its module ``api``.
+_CALLS: dict[str, Any] = {
+    "PyRRef": RRef,
+    "_get_current_rpc_agent": api.current_agent,
+    "_rref_context_get_debug_info": api.rref_debug_info,
+    **{name: getattr(api, name) for name in api.__all__},
+}
+_IN_EXTENSION = (
+    *("PyRRef", "WorkerInfo", "get_rpc_timeout", "_get_current_rpc_agent"),
+    *("_is_current_rpc_agent_set", "_rref_context_get_debug_info", "_set_rpc_timeout"),
+)
+_OPTIONS: dict[str, Any] = {
+    "BackendType": BackendType,
+    "RpcBackendOptions": RpcBackendOptions,
+    "TensorPipeRpcBackendOptions": TensorPipeRpcBackendOptions,
+}
+_ALL_OF_RPC: dict[str, dict[str, Any]] = {
+    _PACKAGE: {
+        **_CALLS,
+        **_OPTIONS,
+        "TensorPipeAgent": api.AgentView,
+        "exposed": functions.exposed,
+        "init_rpc": init_rpc,
+        "_init_rpc_backend": init_rpc_in,
+        "is_available": is_available,
+    },
+    f"{_PACKAGE}.api": _CALLS,
+    f"{_PACKAGE}.functions": {"async_execution": functions.async_execution},
+    f"{_PACKAGE}.options": _OPTIONS,
+    f"{_PACKAGE}.backend_registry": {
+        **_OPTIONS,
+        "construct_rpc_backend_options": construct_rpc_backend_options,
+    },
+    # Libraries ask torch's extension for the class of references and whether RPC is initialized.
+    replacements.EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
+    # Imported, and its TorchScript compiled, before torch's names are replaced.
+    **_BESIDE_RPC,
+}
 
-_GRACE = 5.0
-_LOOK_EVERY = 0.002
-_GONE = (PeerLostError, ChannelClosedError)
 
-# By rank: whether anything is in progress there, and its number of calls.
-Told = dict[int, tuple[bool, int]]
+def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callable[[], None]:
+    """Replace ``torch.distributed.rpc`` by rankwire's RPC in this process.
 
-_codec = Codec()
-
-
-def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the workers.
+    Call it before ``init_rpc``, and before importing libraries that use RPC. Not thread-safe.
 
     Args:
-        graceful: Whether to wait until every worker has called this or is lost, and no call is in
-            progress anywhere. Calls are served until then. Lost workers are logged.
-        timeout: Seconds for that; 0 is no limit.
+        allow: The default of ``init_rpc``'s argument.
+        pickle: The default of ``init_rpc``'s argument.
 
-    Raises:
-        RuntimeError: RPC is not initialized, or other workers did not call it in time. In that case
-            this worker has left nevertheless.
+    Returns:
+        A function that undoes it.
     """
-    session = current()
-    try:
-        if graceful:
-            wait_for_all(session, timeout)
-    finally:
-        end(session)
+    replacements.put_back()  # ``init_rpc`` may have been called first
+    for module_name in _ALL_OF_RPC:
+        importlib.import_module(module_name)
+    replaced = replacements.replace(_ALL_OF_RPC, everywhere=False)
+    defaults = Defaults.allow, Defaults.pickle
+    Defaults.allow, Defaults.pickle = allow, pickle
 
+    def uninstall() -> None:
+        replacements.restore(replaced)
+        Defaults.allow, Defaults.pickle = defaults
 
-def wait_for_all(session: Session, timeout: float) -> None:
-    """Return once every rank has called this or is lost, and no call is in progress anywhere.
-
-    That is the case when no rank had a call in progress in two rounds in a row, and none made or
-    served one in between.
-    """
-    limit = timeout if timeout > 0.0 else math.inf
-    deadline = Deadline(limit, session.backend.clock)
-    farewell = _Farewell(session.backend, deadline)
-    last: Told = {}
-    try:
-        for look in itertools.count():
-            is_busy, count = session.activity()
-            told = farewell.tell(is_busy, count - look)
-            is_quiet = bool(told) and not any(is_busy for is_busy, _ in told.values())
-            if is_quiet and told == last:
-                break
-            last = told
-            if told and not is_quiet:
-                deadline.clock.sleep(min(_LOOK_EVERY, deadline.sleep_limit()))
-    except RankwireError as error:
-        raise RuntimeError(f"not all workers came to shutdown: {error}") from error
-    _log_lost_workers(session)
-
-
-def _log_lost_workers(session: Session) -> None:
-    for worker in session.workers:
-        failure = session.backend.failure_of(worker.id) if worker != session.me else None
-        if isinstance(failure, PeerLostError):
-            _log.warning("the workers shut down without %s: %s", worker, failure)
-
-
-class _Farewell:
-    """Exchanges the ranks' activity. For one thread.
-
-    While all ranks are there, this is a collective. When a rank is lost, all collectives of the
-    world fail; then each rank reports to the lowest remaining one, which distributes all reports.
-    """
-
-    def __init__(self, backend: Backend, deadline: Deadline) -> None:
-        self._backend = backend
-        self._deadline = deadline
-        self._is_complete = True
-        self._gone: set[int] = set()
-
-    def tell(self, is_busy: bool, count: int) -> Told:
-        """Return the reports of all remaining ranks; empty if the round must be repeated."""
-        own = is_busy, count
-        if self._is_complete:
-            try:
-                told = all_gather_object(self._backend, own, timeout=self._deadline.remaining())
-            except (*_GONE, CollectiveAbortedError):
-                self._is_complete = False
-                return {}
-            return dict(enumerate(told))
-        lowest = min(set(range(self._backend.world_size)) - self._gone)
-        return self._lead(own) if lowest == self._backend.rank else self._follow(lowest, own)
-
-    # Two ranks exchange one sequence of messages, led by the lower rank. When a leader is lost, all
-    # start again with the next one. So both sides are in the same round.
-
-    def _follow(self, leader: int, own: tuple[bool, int]) -> Told:
-        try:
-            self._send(own, leader)
-            told: Told = self._receive(leader)
-        except _GONE:
-            self._gone.add(leader)
-            return {}
-        return told
-
-    def _lead(self, own: tuple[bool, int]) -> Told:
-        told = {self._backend.rank: own}
-        others = set(range(self._backend.rank + 1, self._backend.world_size))
-        for rank in sorted(others - self._gone):
-            try:
-                told[rank] = self._receive(rank)
-            except _GONE:
-                self._gone.add(rank)
-        for rank in sorted(others - self._gone):
-            try:
-                self._send(told, rank)
-            except _GONE:
-                self._gone.add(rank)
-        return told
-
-    def _send(self, value: Any, rank: int) -> None:
-        buffers, _ = _codec.encode(value)
-        self._backend.send(buffers, rank, timeout=self._deadline.remaining())
-
-    def _receive(self, rank: int) -> Any:
-        return _codec.decode(self._backend.recv(rank, timeout=self._deadline.remaining()))
-
-
-def end(session: Session) -> None:
-    """Close the session of this process."""
-    try:
-        session.close(_GRACE)
-    finally:
-        replacements.put_back()
-        state.session = None
+    return uninstall

@@ -43,9 +43,8 @@ def translated(error: BaseException) -> BaseException:
         return error
     is_late = isinstance(error, DeadlineExceededError)
     # Programs recognize a timeout by Gloo's words.
-    text = f"rankwire: Timed out in an operation: {error}" if is_late else str(error)
-    theirs: BaseException = DistBackendError(text)
-    return theirs
+    how = "rankwire: Timed out in an operation: " if is_late else ""
+    return DistBackendError(f"{how}{error}")  # type: ignore[no-any-return]
 
 
 _NO_LIMIT = timedelta(0)
@@ -53,53 +52,18 @@ _NO_LIMIT = timedelta(0)
 
 def seconds_of(limit: timedelta | None) -> float | None:
     """Return torch's timeout in seconds; None if it is not set (torch uses values below zero)."""
-    if limit is None or limit <= _NO_LIMIT:
-        return None
-    return limit.total_seconds()
+    return None if limit is None or limit <= _NO_LIMIT else limit.total_seconds()
 
 
-class DoneWork(dist._Work):  # type: ignore[misc]
-    """The handle of an operation that has finished."""
+class OperationWork(dist._Work):  # type: ignore[misc]
+    """The handle of a collective.
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self._tensors = tensors
+    Args:
+        work: The operation in the background; None if it has finished.
+        tensors: Its results.
+    """
 
-    @override
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        return True
-
-    @override
-    def is_completed(self) -> bool:
-        return True
-
-    @override
-    def is_success(self) -> bool:
-        return True
-
-    @override
-    def exception(self) -> None:
-        pass
-
-    @override
-    def synchronize(self) -> None:
-        pass
-
-    @override
-    def result(self) -> list[torch.Tensor]:
-        return list(self._tensors)
-
-    @override
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
-
-class PendingWork(dist._Work):  # type: ignore[misc]
-    """The handle of an operation in the background."""
-
-    def __init__(self, work: Work[Any], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, work: Work[Any] | None, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self._work = work
         self._tensors = list(tensors)
@@ -107,22 +71,26 @@ class PendingWork(dist._Work):  # type: ignore[misc]
 
     @override
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        with as_torch:
-            self._work.wait(seconds_of(timeout))
+        if self._work is not None:
+            with as_torch:
+                self._work.wait(seconds_of(timeout))
         return True
 
     @override
     def is_completed(self) -> bool:
-        return self._work.done()
+        return self._work is None or self._work.done()
 
     @override
     def is_success(self) -> bool:
-        return self._work.done() and self._work.exception() is None
+        return self.is_completed() and self._error() is None
 
     @override
     def exception(self) -> BaseException | None:
-        error = self._work.exception() if self._work.done() else None
+        error = self._error() if self.is_completed() else None
         return None if error is None else translated(error)
+
+    def _error(self) -> BaseException | None:
+        return None if self._work is None else self._work.exception()
 
     @override
     def synchronize(self) -> None:
@@ -139,11 +107,14 @@ class PendingWork(dist._Work):  # type: ignore[misc]
             # Raise in a callback: DDP's C++ code reads the exception of ``set_exception`` as if
             # it were tensors, and crashes.
             self._future = ended.then(lambda _: self._outcome())
-            self._work.add_done_callback(lambda _: ended.set_result([]))
+            if self._work is None:
+                ended.set_result([])
+            else:
+                self._work.add_done_callback(lambda _: ended.set_result([]))
         return self._future
 
     def _outcome(self) -> list[torch.Tensor]:
-        error = self._work.exception()
+        error = self._error()
         if error is not None:
             raise translated(error) from error
         return self._tensors
