@@ -17,7 +17,7 @@ from rankwire import (
     SubBackend,
     all_reduce,
 )
-from rankwire.rpc.agent import MAX_DEPTH
+from rankwire.rpc.server import MAX_DEPTH
 from rankwire.testing.ranks import in_parallel
 from worlds import PATIENCE, eventually, process_world, tcp_world
 

@@ -73,7 +73,7 @@ class Callee:
 
         One that is late at its caller is late here only later, or once this rank has been told.
         """
-        queued = self.agent._server.pool.queued()
+        queued = self.agent._server.pool.queue.jobs()
         return [
             call._request.args[0]
             for call in queued

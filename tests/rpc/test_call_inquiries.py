@@ -28,10 +28,7 @@ class Worker:
 
 
 class Job(Call):
-    deferred = made = task = None
-
-    def made_for(self, future):
-        return self.made
+    deferred = task = None
 
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
         self.src, self.name, self.deadline = 0, name, Deadline(5.0)
@@ -101,8 +98,9 @@ def test_a_call_that_returned_a_future_waits_for_it_and_needs_nothing_that_is_kn
 
 def test_a_call_that_returned_the_future_of_a_call_needs_that_one():
     job = Job()
-    job.made = made_call(77)
+    job.began(made_call(77))
     job.deferred = Deferred(Future())
+    job.deferred.future.request_id = 77
     told = account({1: job}, 1)[1]
     assert told.doing == "waits for the future that it returned, of rank 2 'g'"
     assert needs(told) == [(2, RANK, 77)]

@@ -159,7 +159,7 @@ def test_a_future_that_cannot_be_waited_for_is_an_error_of_the_function(caller, 
     agents[1].register("broken", Broken)
     with pytest.raises(RemoteError, match="a class of the user's own"):
         caller.rpc_sync(1, "broken")
-    assert not agents[1]._server.deferred.check()
+    assert not agents[1]._server.replies.deferred.check()
     eventually(lambda: not agents[1]._server.active)
 
 
@@ -310,7 +310,7 @@ def test_a_future_that_runs_and_never_ends_holds_nothing_beyond_the_deadline(cal
     future = callee.future("a")
     assert future.set_running_or_notify_cancel()
     eventually(lambda: not callee.is_served())
-    assert not callee.agent._server.deferred.check()
+    assert not callee.agent._server.replies.deferred.check()
     future.set_result("nobody hears of it")
 
 
@@ -391,7 +391,7 @@ def test_the_call_of_a_killed_caller_is_cancelled():
         eventually(lambda: ranks[1].call("eval", "callee.deferred()"))
         ranks[0].kill()
         eventually(lambda: ranks[1].call("eval", "callee.abandoned()") == ["a"])
-        eventually(lambda: not ranks[1].call("eval", "callee.agent._server.active"))
+        eventually(lambda: not ranks[1].call("eval", "callee.agent.activity().in_service"))
 
 
 @pytest.mark.parametrize("world", ["unix", "tcp"])

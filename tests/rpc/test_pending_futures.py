@@ -36,7 +36,7 @@ def late_errors(futures):
 def test_calls_that_wait_for_a_worker_say_so_and_none_of_them_is_said_to_run(agents):
     first, second = agents
     futures = [first.rpc_async(1, "hold", timeout=LIMIT) for _ in range(20)]
-    eventually(lambda: len(second._server.pool.queued()) == 18)
+    eventually(lambda: len(second._server.pool.queue.jobs()) == 18)
     assert len(first.backend.status().peers[1].serving) == 0
     assert second.backend.status().peers[0].serving == ("hold", "hold")
     texts = [str(error) for error in late_errors(futures)]
@@ -60,7 +60,7 @@ def test_a_call_that_waits_and_is_made_alone_says_so_too(agents):
 def test_a_callee_is_asked_once_about_all_calls_that_are_late_together(agents, monkeypatch):
     first, second = agents
     asked = []
-    account, doing_of = second._server.describe_calls, first.backend.doing_of
+    account, doing_of = second._server.active.describe, first.backend.doing_of
 
     def note_account(keys):
         asked.append([*keys])
@@ -70,7 +70,7 @@ def test_a_callee_is_asked_once_about_all_calls_that_are_late_together(agents, m
         asked.append(rank)
         return doing_of(rank, deadline)
 
-    monkeypatch.setattr(second._server, "describe_calls", note_account)
+    monkeypatch.setattr(second._server.active, "describe", note_account)
     monkeypatch.setattr(first.backend, "doing_of", note_doing)
     late_errors([first.rpc_async(1, "hold", timeout=LIMIT) for _ in range(20)])
     assert sum(len(keys) for keys in asked if keys != 1) >= 20
@@ -91,13 +91,13 @@ def test_a_call_that_is_given_up_while_it_waits_for_a_worker_frees_its_place(mak
             eventually(lambda: len(second._server.active) == 1)
             limit = LIMIT if ends == "late" else None
             waiting = [first.rpc_async(1, "hold", timeout=limit) for _ in range(2)]
-            eventually(lambda: len(second._server.pool.queued()) == 2)
+            eventually(lambda: len(second._server.pool.queue.jobs()) == 2)
             if ends == "late":
                 late_errors(waiting)
             else:
                 assert all(future.cancel() for future in waiting)
-            eventually(lambda: not second._server.pool.queued())
+            eventually(lambda: not second._server.pool.queue.jobs())
             again = [first.rpc_async(1, "hold") for _ in range(2)]
-            eventually(lambda: len(second._server.pool.queued()) == 2)
+            eventually(lambda: len(second._server.pool.queue.jobs()) == 2)
             end.set()
             assert [future.result() for future in (running, *again)] == [True] * 3

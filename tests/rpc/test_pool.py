@@ -8,7 +8,7 @@ import pytest
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError
-from rankwire.rpc.pool import Pool
+from rankwire.rpc.pool import JobSource, Limits, Pool
 from real_time import Deadline
 from worlds import eventually
 
@@ -77,14 +77,8 @@ def source():
 
 def make_pool(source, **limits):
     limits = {"workers": 4, "max_queued": 100, "max_nested": 8} | limits
-    pool = Pool(
-        poll=source.poll,
-        wake=source.wake,
-        on_check=source.look,
-        on_end=source.ended.set,
-        clock=REAL_TIME,
-        **limits,
-    )
+    jobs = JobSource(source.poll, source.wake, source.look, source.ended.set)
+    pool = Pool(jobs, Limits(**limits), REAL_TIME)
     pool.start()
     return pool
 
@@ -198,7 +192,7 @@ def test_more_calls_than_workers_wait_in_line(source):
     wait_for(*jobs)
     assert max(most) <= 2
     assert all(job.refused is None for job in jobs)
-    assert pool.queued() == []
+    assert pool.queue.jobs() == []
     assert pool.close(Deadline(5))
 
 

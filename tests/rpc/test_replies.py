@@ -65,6 +65,7 @@ class Desk:
             self.codec,
             names=lambda: list(names),
             run_soon=self.errands.append,
+            expect_work=lambda: None,
         )
 
     def sent(self):

@@ -218,7 +218,7 @@ class Office:
         return future
 
     def waiting_nbytes(self):
-        return sum(len(job.incoming.payload) for job in self.callee._server.pool.queued())
+        return sum(len(job.incoming.payload) for job in self.callee._server.pool.queue.jobs())
 
     def fill(self, count, dst=1, agent=None):
         """Make so many large calls in a thread of its own; return it and the list of futures."""

@@ -17,7 +17,6 @@ from rankwire.errors import (
 )
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.call import current_call, serving
-from rankwire.rpc.deferred_replies import DeferredReplies
 from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.messages import Request, decode_reply
 from rankwire.rpc.registry import Function
@@ -52,6 +51,16 @@ class FakeRoom:
         self.released.append((src, request_id))
 
 
+class FakeCalls(dict):
+    workers = 2
+
+    def __init__(self):
+        self.late = []
+
+    def remember_late(self, call, error):
+        self.late.append((call, error))
+
+
 class FakeServer:
     """What a served call knows of its server, and a port that notes the replies."""
 
@@ -59,29 +68,28 @@ class FakeServer:
 
     def __init__(self):
         self.codec = Codec()
-        self.workers = 2
-        self.replies = Replies(
-            self, self, self.codec, names=lambda: [], run_soon=lambda errand: errand()
-        )
-        self.active = {}
+        self.active = FakeCalls()
         self.pool = FakePool()
         self.reservations = FakeRoom()
         self.is_stopping = False
         self.event_loop = EventLoop(REAL_TIME)
         self.sent = []
         self.flushed = 0
-        self.late = []
         self.errands = []
-        self.deferred = DeferredReplies(REAL_TIME, run_soon=self.run_soon, expect_work=lambda: None)
+        self.replies = Replies(
+            self,
+            self,
+            self.codec,
+            names=lambda: [],
+            run_soon=self.run_soon,
+            expect_work=lambda: None,
+        )
 
     def reply(self, call, message, deadline, hold=False):
         self.sent.append((bytearray().join(message[0]), hold))
 
     def flush(self):
         self.flushed += 1
-
-    def remember_late(self, call, error):
-        self.late.append((call, error))
 
     def run_soon(self, errand):
         self.errands.append(errand)
@@ -224,7 +232,7 @@ def test_why_a_call_failed_after_its_deadline_is_remembered(server):
 
     call = server.serve(fail, timeout=0.01)
     call.run(WORKER)
-    ((late, error),) = server.late
+    ((late, error),) = server.active.late
     assert (late, str(error)) == (call, "too late to be told")
     with pytest.raises(DeadlineExceededError) as info:
         server.result()

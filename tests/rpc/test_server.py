@@ -147,7 +147,7 @@ def test_a_call_that_is_late_is_not_run(agents):
     blocking = caller.rpc_async(1, "block")
     late = caller.rpc_async(1, "run", timeout=0.1)
     assert isinstance(late.exception(5), TimeoutError)
-    (waiting,) = eventually(agent._server.pool.queued)
+    (waiting,) = eventually(agent._server.pool.queue.jobs)
     # The callee counts from when it heard of it, on a busy machine later.
     eventually(lambda: waiting.cancelled or waiting.deadline.expired)
     go_on.set()
@@ -193,7 +193,7 @@ def test_nothing_is_left_in_any_table(agents):
     eventually(lambda: not agents[1]._server.active)
     assert not agents[0]._caller.futures.pending
     assert agents[0]._port.in_flight() == 0
-    eventually(lambda: agents[1]._server.pool._running == 0)
+    eventually(lambda: agents[1]._server.pool.queue.running == 0)
 
 
 # -- who cut a call short --------------------------------------------------------------------------

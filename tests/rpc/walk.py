@@ -13,7 +13,7 @@ from typing import Any
 PACKAGE = "rankwire."
 FUNCTION = "your function"
 # Where a serving thread begins anew after each call.
-BEGIN = "rpc.pool.Pool._next_job"
+BEGIN = "rpc.pool.JobQueue.next"
 
 Step = tuple[int, str]  # how deep, and which function
 

@@ -22,13 +22,13 @@ from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.agent_calls import AgentCalls
 from rankwire.rpc.agent_functions import AgentFunctions
 from rankwire.rpc.caller import Caller
+from rankwire.rpc.pool import Limits
 from rankwire.rpc.registry import Registry, Resolve, Resolver
 from rankwire.rpc.reservations import DEFAULT_QUEUED_NBYTES
-from rankwire.rpc.server import Limits, Server
+from rankwire.rpc.server import Server
 from rankwire.rpc.stop_signal import STOP, StopSignal
 from rankwire.shutdown import close_at_exit
 
-MAX_DEPTH = 32
 _EXIT_GRACE = 0.1  # seconds
 _GRACE = 5.0
 
@@ -115,7 +115,8 @@ class RpcAgent(AgentCalls, AgentFunctions):
             self._port,
             self._registry,
             self.codec,
-            Limits(workers, max_queued, max_queued_nbytes, max_nested, MAX_DEPTH),
+            Limits(workers, max_queued, max_nested),
+            max_queued_nbytes,
             on_check=lambda: self._caller.futures.check(),
             on_end=self._ended_by_itself,
         )

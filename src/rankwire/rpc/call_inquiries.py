@@ -15,10 +15,12 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
-from rankwire.mesh.calls import CallPort
+from rankwire.mesh.calls import CallPort, Serving
 from rankwire.observe.stacks import place_awaited, place_of
+from rankwire.rpc.call import Call
 from rankwire.rpc.call_cycles import ActiveCall, Key, unpack
-from rankwire.rpc.messages import decode_reply, encode_request
+from rankwire.rpc.messages import decode_reply, describe_error, encode_request
+from rankwire.rpc.pool import JobQueue
 from rankwire.texts import one_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _log = logging.getLogger("rankwire")
 # Called like a function; no function can be registered by this name. Its arguments are the calls in
 # question, as [rank, src, request id].
 INQUIRY = "\0calls"
+_LATE_CALLS = 64  # that failed after their deadline, whose errors are kept
 _NOTEWORTHY = 0.1  # seconds: a shorter wait for a worker is not reported
 # Adds what is known of a call to an error, given its request id and its function's name.
 Explain: TypeAlias = Callable[[DeadlineExceededError, int, str], None]
@@ -52,7 +55,7 @@ class CallInquiries:
     ) -> dict[Key, ActiveCall] | None:
         """Ask a rank about calls that it serves; return None without an answer."""
         if rank == self.backend.rank:
-            return self.server.describe_calls(keys)
+            return self.server.active.describe(keys)
         try:
             told = self.request(rank, INQUIRY, tuple(list(key) for key in keys), deadline)
             return unpack(told, rank, self.backend.world_size)
@@ -112,6 +115,47 @@ class CallInquiries:
         return explain
 
 
+class ServedCalls(dict[tuple[int, int], "ServedCall"]):
+    """The calls in service, by the caller's rank and request id. Safe from any thread."""
+
+    def __init__(self, rank: int, workers: int, queue: JobQueue) -> None:
+        self.workers = workers
+        self._rank = rank
+        self._queue = queue
+        self._late: dict[Key, ActiveCall] = {}
+
+    def describe(self, keys: Iterable[Key]) -> dict[Key, ActiveCall]:
+        """Describe calls that are served here, and those here that they need."""
+        keys = list(keys)
+        jobs = {Key(self._rank, *key): job for key, job in list(self.items())}
+        late = {key: call for key in keys if (call := self._late.get(key)) is not None}
+        active = ActiveCalls(self._rank, self.workers, jobs, set(self._queue.jobs()))
+        return late | active.describe(keys)
+
+    def serving(self) -> list[Serving]:
+        """Return what ``status`` shows of the calls in service, the oldest first."""
+        queued = set(self._queue.jobs())
+        return [
+            Serving(job.src, job.name, job.seconds, self.workers if job in queued else 0)
+            for job in list(self.values())
+        ]
+
+    def remember_late(self, job: ServedCall, error: BaseException) -> None:
+        """Keep the error of a call that failed after its deadline, for a caller that asks."""
+        key = Key(self._rank, job.src, job.incoming.request_id)
+        text = f"failed too late with {describe_error(error)}"
+        self._late[key] = ActiveCall(job.name, job.depth, job.deadline.waited, text)
+        while len(self._late) > _LATE_CALLS:
+            self._late.pop(next(iter(self._late)), None)
+
+    def key_of(self, call: Call) -> Key | None:
+        """Return the key of a call, if it is served here."""
+        for key, job in list(self.items()):
+            if job is call:
+                return Key(self._rank, *key)
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class ActiveCalls:
     """The calls in service at one moment, and what this rank reports of them."""
@@ -148,7 +192,8 @@ class ActiveCalls:
             doing = f"waits for the event loop, which {self.jobs[holder].name!r} blocks"
         elif job.deferred is not None:
             doing = "waits for the future that it returned"
-            made = job.made_for(job.deferred.future)
+            request_id = getattr(job.deferred.future, "request_id", None)  # of an ``RpcFuture``
+            made = None if request_id is None else job.outgoing.get(request_id)
             if made is not None:
                 needs = [Key(made.dst, self.rank, made.reply.request_id)]
                 doing += f", of rank {made.dst} {made.name!r}"

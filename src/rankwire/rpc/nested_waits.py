@@ -1,6 +1,6 @@
 """How a function that is being served waits for a call that it has made.
 
-Unlike a program's wait, this one is reported to ranks that ask (``Server.describe_calls``), and
+Unlike a program's wait, this one is reported to ranks that ask (``ServedCalls.describe``), and
 after a while the thread checks between two slices of its wait whether calls wait for each other in
 a cycle. Only the thread that runs the function checks: other threads of the user may end the
 function in other ways.
@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import CircularCallError
 from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.call_cycles import ActiveCall, CallCycle, Key, find_cycle, still_to_ask
+
+if TYPE_CHECKING:
+    from rankwire.rpc.server import Server
 
 _FIRST_CHECK = 1.0  # seconds of waiting before the first check
 _NEXT_CHECK = 0.25
@@ -29,15 +32,10 @@ _MOST_CALLS = 1000
 Ask = Callable[[int, Iterable[Key], Deadline], dict[Key, ActiveCall] | None]
 
 
-class _Server(Protocol):
-    def is_run_here(self, call: Call) -> bool: ...
-    def key_of(self, call: Call) -> Key | None: ...
-
-
 class NestedWaits:
     """Waits for calls made by functions that are being served. Safe from any thread."""
 
-    def __init__(self, server: _Server, ask: Ask) -> None:
+    def __init__(self, server: Server, ask: Ask) -> None:
         self._server = server
         self._ask = ask
         self._numbers = itertools.count(1)
@@ -94,7 +92,7 @@ class NestedWaits:
             while not is_over(deadline.sooner(_SECOND_CHECK if suspected else interval)):
                 if deadline.expired:
                     return False
-                key = self._server.key_of(call)
+                key = self._server.active.key_of(call)
                 if key is None:
                     continue
                 seen = self._check(key, deadline)

@@ -18,7 +18,8 @@ sleeps otherwise. A third worker starts only when the standby has become the pol
 more) get threads of their own, up to ``max_nested``, because nested calls that share a bounded pool
 deadlock. Beyond a limit a call is refused.
 
-Lock: ``_mutex`` guards the roles, counts and queues; not held while polling, running or replying.
+Lock: ``JobQueue.mutex`` guards roles, counts and queues; not held while polling, running or
+replying.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rankwire import runtime
 from rankwire.clock import Clock
@@ -62,6 +63,23 @@ class Job(Protocol):
     def finished(self, seconds: float) -> None: ...  # noqa: D102
 
 
+class Limits(NamedTuple):
+    """What an agent serves at once; described at ``RpcAgent``."""
+
+    workers: int
+    max_queued: int
+    max_nested: int
+
+
+class JobSource(NamedTuple):
+    """Where jobs come from."""
+
+    poll: Callable[[], list[Job]]  # called by one thread at a time; raises RankwireError at the end
+    wake: Callable[[], None]  # makes ``poll`` return
+    on_check: Callable[[], bool]  # called by the standby; returns whether to check further
+    on_end: Callable[[], None]  # called once when ``poll`` has ended by itself
+
+
 class Worker:
     """The record of one serving thread, made by that thread."""
 
@@ -81,43 +99,83 @@ class Worker:
             self.wakeup.release()
 
 
-class Pool:
-    """Threads that poll for jobs and run them.
+class JobQueue:
+    """The jobs that have not begun, and how many run."""
 
-    Args:
-        poll: Waits for jobs, called by one thread at a time; raises ``RankwireError`` at the end.
-        on_check: Called by the standby at each check; returns whether further ones are needed.
-        on_end: Called once when the port has ended by itself.
-
-    Size: roles, counts and queues change together, under one mutex.
-    """
-
-    def __init__(
-        self,
-        *,
-        poll: Callable[[], list[Job]],
-        wake: Callable[[], None],
-        on_check: Callable[[], bool],
-        on_end: Callable[[], None],
-        clock: Clock,
-        workers: int,
-        max_queued: int,
-        max_nested: int,
-    ) -> None:
+    def __init__(self, poll: Callable[[], list[Job]], limits: Limits) -> None:
         self._poll = poll
-        self._wake = wake
-        self._on_check = on_check
-        self._on_end = on_end
-        self._clock, self._now = clock, clock.now
-        self._workers = workers
-        self._max_queued = max_queued
-        self._max_nested = max_nested
-        self._mutex = runtime.Lock()
+        self._workers, self._max_queued, self._max_nested = limits
+        self.mutex = runtime.Lock()
         self.arrived: deque[Job] = deque()  # read, not yet admitted; owned by the poller
-        self._queued: deque[Job] = deque()
-        self._running = 0
+        self.waiting: deque[Job] = deque()  # for a worker
+        self.running = 0  # jobs of depth 0
+        self.running_nested = 0
+
+    def next(self) -> Job | None:
+        """Poll if nothing is at hand; return a job that may run now, if there is one."""
+        if self.waiting and (waited := self.take_waiting()) is not None:
+            return waited
+        if not self.arrived:
+            self.arrived.extend(self._poll())
+            if not self.arrived:
+                return None
+        job = self.arrived.popleft()
+        with self.mutex:
+            if not job.depth and self.running < self._workers and not self.waiting:
+                self.running += 1
+                return job
+            refusal = self._admit(job)
+        if refusal is None:
+            return job
+        if refusal:
+            job.refuse(refusal)  # without the lock, because it sends a reply
+        return None
+
+    def _admit(self, job: Job) -> str | None:
+        """Return None if a job may run, "" if it has to wait, else why not. The mutex is held."""
+        if job.depth > 0:
+            if self.running_nested < self._max_nested:
+                self.running_nested += 1
+                return None
+            return f"{self._max_nested} nested calls are running"
+        if len(self.waiting) < self._max_queued:
+            self.waiting.append(job)
+            return ""
+        return f"{self._workers} calls are running and {self._max_queued} waiting"
+
+    def take_waiting(self) -> Job | None:
+        """Return a waiting job to run, if a worker is free for it."""
+        with self.mutex:
+            if self.waiting and self.running < self._workers:
+                self.running += 1
+                return self.waiting.popleft()
+        return None
+
+    def take_back(self, job: Job) -> bool:
+        """Remove a job that waits for a worker; return False if it does not wait."""
+        with self.mutex:
+            try:
+                self.waiting.remove(job)
+            except ValueError:
+                return False
+        return True
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs that have not begun."""
+        with self.mutex:
+            return [*self.waiting, *self.arrived.copy()]
+
+
+class Pool:
+    """Threads that poll for jobs and run them."""
+
+    def __init__(self, source: JobSource, limits: Limits, clock: Clock) -> None:
+        self._source = source
+        self._clock = clock
+        self.queue = JobQueue(source.poll, limits)
+        self.arrived = self.queue.arrived
+        self._mutex = self.queue.mutex
         self._runs = 0
-        self._running_nested = 0
         self._poller: Worker | None = None
         self._standby: Worker | None = None
         self._standby_sleeps = False
@@ -137,7 +195,7 @@ class Pool:
     def add(self, job: Job) -> None:
         """Run a job that did not come through ``poll``. Safe from any thread."""
         self.arrived.append(job)
-        self._wake()
+        self._source.wake()
 
     def expect_work(self) -> None:
         """Wake the standby, because work is outstanding that needs checks."""
@@ -166,33 +224,19 @@ class Pool:
         """Whether this worker has the polling role."""
         return self._poller is worker
 
-    def queued(self) -> list[Job]:
-        """Return the jobs that have not begun."""
-        with self._mutex:
-            return [*self._queued, *self.arrived.copy()]
-
-    def take_back(self, job: Job) -> bool:
-        """Remove a job that waits for a worker; return False if it does not wait."""
-        with self._mutex:
-            try:
-                self._queued.remove(job)
-            except ValueError:
-                return False
-        return True
-
     def close(self, deadline: Deadline) -> bool:
         """Stop the threads; return False if a function, and its thread, outlasts the deadline."""
         self._dismiss()
         with self._mutex:
             threads = [each for each in self._threads if each is not runtime.current_thread()]
-        self._wake()
+        self._source.wake()
         for thread in threads:
             self._clock.join(thread, deadline.sleep_limit())
         return not any(thread.is_alive() for thread in threads)
 
     def close_in_child(self) -> None:
         """End in a forked child: a function that has forked returns to its serving thread there."""
-        self._mutex = runtime.Lock()
+        self._mutex = self.queue.mutex = runtime.Lock()
         self._closing = True
 
     # -- roles -------------------------------------------------------------------------------------
@@ -212,7 +256,7 @@ class Pool:
                     self._stand_by(worker)
         except RankwireError:  # the port has ended: nothing will come any more
             if self._dismiss():
-                self._on_end()
+                self._source.on_end()
         except BaseException:
             # A defect of ours, or of a callback: calls must not wait for a thread that has ended.
             _log.exception("a serving thread has ended; another one takes its place")
@@ -263,8 +307,9 @@ class Pool:
 
     def _serve(self, worker: Worker) -> None:
         """Poll and run until the role is lost."""
+        queue = self.queue
         while not self._closing:
-            job = self._next_job()
+            job = queue.next()
             if job is None:
                 continue
             if job.function.is_slow:
@@ -272,55 +317,17 @@ class Pool:
                     if self._poller is worker:
                         self._hand_over()
             if not self._run(worker, job):
-                # It lost the role, so it is a free worker for the queued calls.
-                while not self._closing and (queued := self._take_queued()) is not None:
-                    self._run(worker, queued)
+                # It lost the role, so it is a free worker for the waiting jobs.
+                while not self._closing and (waiting := queue.take_waiting()) is not None:
+                    self._run(worker, waiting)
                 return
         with self._mutex:
             if self._poller is worker:
                 self._poller = None
 
-    def _next_job(self) -> Job | None:
-        if self._queued and (queued := self._take_queued()) is not None:
-            return queued
-        if not self.arrived:
-            self.arrived.extend(self._poll())
-            if not self.arrived:
-                return None
-        job = self.arrived.popleft()
-        with self._mutex:
-            if not job.depth and self._running < self._workers and not self._queued:
-                self._running += 1
-                return job
-            refusal = self._admit(job)
-        if refusal is None:
-            return job
-        if refusal:
-            job.refuse(refusal)  # without the lock, because it sends a reply
-        return None
-
-    def _admit(self, job: Job) -> str | None:
-        """Return None if a job may run, "" if it is queued, else why not. The mutex is held."""
-        if job.depth > 0:
-            if self._running_nested < self._max_nested:
-                self._running_nested += 1
-                return None
-            return f"{self._max_nested} nested calls are running"
-        if len(self._queued) < self._max_queued:
-            self._queued.append(job)
-            return ""
-        return f"{self._workers} calls are running and {self._max_queued} waiting"
-
-    def _take_queued(self) -> Job | None:
-        with self._mutex:
-            if self._queued and self._running < self._workers:
-                self._running += 1
-                return self._queued.popleft()
-        return None
-
     def _run(self, worker: Worker, job: Job) -> bool:
         """Run a job; return whether the worker still has the polling role."""
-        now = self._now
+        now = self._clock.now
         worker.began = begin = now()
         self._runs += 1
         worker.job = job
@@ -339,9 +346,9 @@ class Pool:
                 # would make two pollers.
                 worker.job = None
                 if job.depth > 0:
-                    self._running_nested -= 1
+                    self.queue.running_nested -= 1
                 else:
-                    self._running -= 1
+                    self.queue.running -= 1
                 has_role = self._poller is worker
         return has_role
 
@@ -365,10 +372,10 @@ class Pool:
                     self._wake_another()
                     return
                 seen = running
-            outstanding = self._on_check()
+            needs_checks = self._source.on_check()
             quiet = 0 if running is not None else quiet + 1
-            if quiet > _CHECKS_UNTIL_ASLEEP and outstanding:
-                quiet = _CHECKS_UNTIL_ASLEEP
+            if needs_checks:
+                quiet = min(quiet, _CHECKS_UNTIL_ASLEEP)
 
     def _sleep_between_checks(self, worker: Worker, quiet: int, seconds: float) -> bool:
         """Sleep, longer after ``quiet`` checks; return whether another thread woke this one."""
@@ -380,7 +387,7 @@ class Pool:
                 self._standby_sleeps = False
                 return True
         # Work may have become outstanding after the last check, before ``_standby_sleeps`` was set.
-        lazily = quiet == _CHECKS_UNTIL_ASLEEP or self._on_check()
+        lazily = quiet == _CHECKS_UNTIL_ASLEEP or self._source.on_check()
         woken = self._clock.acquire(worker.wakeup, True, _LAZY_CHECK if lazily else -1)
         self._standby_sleeps = False
         return woken

@@ -1,7 +1,26 @@
 """Encode and send replies: every request gets exactly one, unless its caller is gone.
 
 If the connection does not take a reply now, and the sending thread must not wait, a serving thread
-sends it later, in order. Lock: ``_lock`` guards the kept replies; nothing is sent under it.
+sends it later, in order. If a function has returned a future, its reply is deferred without a
+thread:
+
+==============================  ===============================  ==============
+what ends the wait              what the caller gets             the future is
+==============================  ===============================  ==============
+the future is done              its result or error              done
+this rank cancels the future    ``RemoteError`` of a             cancelled
+                                ``CancelledError``
+the call's deadline passes      ``DeadlineExceededError``        cancelled
+the caller cancels or is gone   nothing                          cancelled
+the agent closes                ``ChannelClosedError``           cancelled
+==============================  ===============================  ==============
+
+The result of a future that cannot be cancelled is dropped. The thread that ends a future sends what
+the connection takes at once. The standby checks for deadlines, and for futures whose callback was
+interrupted.
+
+Locks: ``Replies._lock`` guards the kept replies; nothing is sent under it. ``DeferredReply._turn``
+is tried by threads that answer, and kept once one has answered.
 """
 
 from __future__ import annotations
@@ -9,14 +28,18 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
+from rankwire.clock import Clock
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import PLAIN
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
+from rankwire.interrupts import call_and_note
 from rankwire.mesh.calls import OWN, CallPort, IncomingCall
 from rankwire.rpc.messages import (
     MAX_REASON,
@@ -29,6 +52,9 @@ from rankwire.rpc.messages import (
 from rankwire.texts import printable
 from rankwire.wire.frames import Message
 
+if TYPE_CHECKING:
+    from rankwire.rpc.served_call import ServedCall
+
 _log = logging.getLogger("rankwire")
 
 # Seconds that sending a reply may take, also if the caller's deadline is close.
@@ -38,6 +64,7 @@ _SHORT_TEXT = 200
 # result each. More are dropped, and their callers wait until their deadlines.
 _MOST_KEPT_NBYTES = 128 << 20
 _OVERHEAD_NBYTES = 1024
+_CHECK_EVERY = 0.05  # seconds; a waiting caller cancels by itself at its deadline
 
 
 class Replies:
@@ -51,6 +78,7 @@ class Replies:
         *,
         names: Callable[[], list[str]],
         run_soon: Callable[[Callable[[], None]], None],
+        expect_work: Callable[[], None],
     ) -> None:
         self._port = port
         self._codec = codec
@@ -59,6 +87,7 @@ class Replies:
         self._rank = backend.rank
         self._clock = backend.clock
         self._max_nbytes = backend.max_message_nbytes
+        self.deferred = DeferredReplies(backend.clock, run_soon, expect_work)
         self._lock = runtime.Lock()
         self._kept: dict[Any, deque[tuple[IncomingCall, Message]]] = {}  # by connection
         self._kept_nbytes: Counter[int] = Counter()  # by rank
@@ -155,23 +184,16 @@ class Replies:
         """
         with self._lock:
             must_wait = call.origin in self._kept
-            is_kept = must_wait and self._keep(call, message)
-        if must_wait:
-            if not is_kept:
-                self._drop(call, message)
-            return
         try:
-            self._port.reply(call, message, AT_ONCE)
+            if not must_wait:
+                self._port.reply(call, message, AT_ONCE)
+                return
         except DeadlineExceededError:
-            with self._lock:  # another thread may have kept a reply meanwhile
-                is_first = call.origin not in self._kept
-                is_kept = self._keep(call, message)
-            if is_first:
-                self._run_soon(lambda: self._send_kept(call.origin))
-            if not is_kept:
-                self._drop(call, message)
+            pass
         except RankwireError as error:
             self._not_sent(call, message, error)
+            return
+        self._keep(call, message)
 
     def discard(self, message: Message) -> None:
         """Undo the effects of hooks on a reply that is not sent. Does not raise."""
@@ -185,22 +207,22 @@ class Replies:
         if not (isinstance(error, DeadlineExceededError) and error.may_have_arrived):
             self.discard(message)
 
-    def _drop(self, call: IncomingCall, message: Message) -> None:
-        _log.debug(
-            "a reply to rank %d was dropped, because that rank does not read its replies", call.src
-        )
-        self.discard(message)
-
-    def _keep(self, call: IncomingCall, message: Message) -> bool:
-        """Keep a reply for later; return False if too many are kept for its caller. Lock held."""
+    def _keep(self, call: IncomingCall, message: Message) -> None:
+        """Have a serving thread send a reply; drop it if too many are kept for its caller."""
         assert call.origin is not OWN  # calls to oneself never wait
-        kept = self._kept.setdefault(call.origin, deque())
         nbytes = message[1] + _OVERHEAD_NBYTES
-        if self._kept_nbytes[call.src] + nbytes > _MOST_KEPT_NBYTES:
-            return False
-        self._kept_nbytes[call.src] += nbytes
-        kept.append((call, message))
-        return True
+        with self._lock:
+            is_first = call.origin not in self._kept
+            kept = self._kept.setdefault(call.origin, deque())
+            has_room = self._kept_nbytes[call.src] + nbytes <= _MOST_KEPT_NBYTES
+            if has_room:
+                self._kept_nbytes[call.src] += nbytes
+                kept.append((call, message))
+        if is_first:
+            self._run_soon(partial(self._send_kept, call.origin))
+        if not has_room:
+            _log.debug("a reply to rank %d, which does not read its replies, was dropped", call.src)
+            self.discard(message)
 
     def _send_kept(self, origin: Any) -> None:
         while True:
@@ -211,3 +233,92 @@ class Replies:
                 call, message = self._kept[origin].popleft()
                 self._kept_nbytes[call.src] -= message[1] + _OVERHEAD_NBYTES
             self.send(call, message, None)
+
+
+class DeferredReply:
+    """The reply of one call, due when a future is done. Safe from any thread."""
+
+    def __init__(
+        self,
+        call: ServedCall,
+        future: Future[Any],
+        forget: Callable[[DeferredReply], None],
+    ) -> None:
+        self._call = call
+        self.future = future
+        self._forget = forget  # called once it needs no more checks
+        self._turn = runtime.Lock()
+        self._is_answered = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the reply should have been sent by now."""
+        return self.future.done() or self._call.deadline.expired
+
+    def answer(self) -> None:
+        """Send the reply, unless another thread does or has. Safe to repeat after an interrupt."""
+        grip: list[bool] = []
+        try:
+            call_and_note(grip, self._turn.acquire, False)
+            if grip[0] and not self._is_answered:
+                self._call.answer_deferred(self.future)
+                self._is_answered = True
+                self._forget(self)
+        finally:
+            if grip == [True] and not self._is_answered:
+                self._turn.release()
+
+    def give_up(self) -> None:
+        """Answer without waiting any longer, and cancel the future."""
+        self.answer()
+        try:
+            self.future.cancel()
+        except Exception:  # a user's class may raise anything
+            _log.exception("cancelling the future of %r raised", self._call.name)
+
+
+class DeferredReplies:
+    """The deferred replies of an agent that are not sent yet. Safe from any thread."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        run_soon: Callable[[Callable[[], None]], None],
+        expect_work: Callable[[], None],
+    ) -> None:
+        self._clock = clock
+        self._run_soon = run_soon
+        self._expect_work = expect_work
+        self._unsent: dict[DeferredReply, None] = {}
+        self._next_check = Deadline(0.0, clock)
+
+    def begin(self, call: ServedCall, future: Future[Any]) -> None:
+        """Answer a call when a future is done, or at once if it is."""
+        reply = DeferredReply(call, future, self._forget)
+        # Before the callback can forget it, and before ``cancelled`` is read: a cancelling thread
+        # sets that and then reads ``call.deferred``.
+        self._unsent[reply] = None
+        call.deferred = reply
+        try:
+            future.add_done_callback(lambda _: reply.answer())
+        except BaseException:
+            self._forget(reply)
+            raise
+        if call.cancelled:
+            reply.give_up()
+        elif reply in self._unsent:
+            self._expect_work()
+
+    def _forget(self, reply: DeferredReply) -> None:
+        self._unsent.pop(reply, None)
+
+    def check(self) -> bool:
+        """Give up late replies; return whether any is not sent yet. The standby calls this."""
+        if not self._unsent:
+            return False
+        if self._next_check.expired:
+            self._next_check = Deadline(_CHECK_EVERY, self._clock)
+            for reply in list(self._unsent):
+                if reply.is_due:  # on another thread: the future may have callbacks
+                    self._run_soon(reply.give_up)
+        return True

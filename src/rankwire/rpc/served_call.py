@@ -1,7 +1,7 @@
 """One call in service, from the request that arrived to its one reply.
 
 A serving thread runs it, or the event loop if its function is an ``async def``. If that returns a
-future, the reply waits for it without a thread (``deferred_replies``). No function can harm the
+future, the reply waits for it without a thread (``replies``). No function can harm the
 thread that runs it, by any exception, ``SystemExit`` included, or by an oversized or unsendable
 result.
 """
@@ -17,8 +17,7 @@ from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError
 from rankwire.mesh.calls import IncomingCall
-from rankwire.rpc.call import Call, MadeCall, serving
-from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.call import Call, serving
 from rankwire.rpc.messages import Outcome, Request
 from rankwire.rpc.registry import Function
 from rankwire.rpc.reservations import SMALL_NBYTES
@@ -28,8 +27,8 @@ from rankwire.wire.frames import Message
 if TYPE_CHECKING:
     from asyncio import Task
 
-    from rankwire.rpc.deferred_replies import DeferredReply
     from rankwire.rpc.pool import Worker
+    from rankwire.rpc.replies import DeferredReply
     from rankwire.rpc.server import Server
 
 _SLOW = 0.001
@@ -49,7 +48,6 @@ class ServedCall(Call):
 
     task: Task[None] | None = None
     deferred: DeferredReply | None = None
-    _has_result = False
     _holds_space = False
 
     def __init__(
@@ -64,8 +62,7 @@ class ServedCall(Call):
         self.function = function
         self.incoming = incoming
         if request.chain:
-            self.links = request.chain
-            self.depth = len(request.chain) // 2
+            self.nest_in(request.chain)
         elif len(incoming.payload) > SMALL_NBYTES:
             self._holds_space = True
         server.active[src, incoming.request_id] = self
@@ -79,7 +76,7 @@ class ServedCall(Call):
     @property
     def needs_event_loop(self) -> bool:
         """Whether it is a coroutine that has not ended."""
-        return self.function.is_async and not self._has_result
+        return self.function.is_async and self._request is not None
 
     def run(self, worker: Worker | None) -> None:
         """Run the function and reply. Does not raise."""
@@ -119,7 +116,7 @@ class ServedCall(Call):
         if request is None or self.cancelled:
             refusal = self._cancelled_reply(began=False)
         elif self.deadline.expired:
-            waited, worker = self.deadline.waited, one_of(self._server.workers, "worker")
+            waited, worker = self.deadline.waited, one_of(self._server.active.workers, "worker")
             detail = f"it waited {waited:.3g} s there for {worker}, and was not run"
             refusal = replies.late(detail, began=False)
         elif self._server.event_loop.run(partial(self._run_async, request), self):
@@ -135,7 +132,7 @@ class ServedCall(Call):
         try:
             if future.done():
                 return self._outcome_of(future)
-            self._server.deferred.begin(self, future)
+            self._server.replies.deferred.begin(self, future)
         except BaseException as error:  # a user's class may raise anything
             return self._failure_reply(error)
         return None
@@ -185,7 +182,7 @@ class ServedCall(Call):
         if isinstance(error, CallCancelledError) and self._server.is_stopping:
             return self._cancelled_reply(began=True)
         if self.deadline.expired:
-            self._server.remember_late(self, error)
+            self._server.active.remember_late(self, error)
         return self._server.replies.error(error)
 
     def _cancelled_reply(self, *, began: bool) -> Message:
@@ -199,23 +196,25 @@ class ServedCall(Call):
 
     async def _run_async(self, request: Request) -> None:
         serving.set(self)
-        message = await self._run_coroutine(request)
-        self._has_result = True
+        message: Message | None
+        try:
+            if self.cancelled:  # before the task existed
+                message = self._cancelled_reply(began=False)
+            else:
+                value = await self.function.target(*request.args, **request.kwargs)
+                if isinstance(value, Future):
+                    message = self._defer(value)
+                else:
+                    message = self._server.replies.value(
+                        value, peer=self.src, copies=self.function.copies
+                    )
+        except self._server.event_loop.cancelled:
+            message = self._cancelled_reply(began=True)
+        except BaseException as error:  # as in ``run``
+            message = self._failure_reply(error)
+        self._request = None
         if message is not None:
             self._reply_without_waiting(message)
-
-    async def _run_coroutine(self, request: Request) -> Message | None:
-        if self.cancelled:  # before the task existed
-            return self._cancelled_reply(began=False)
-        try:
-            value = await self.function.target(*request.args, **request.kwargs)
-        except self._server.event_loop.cancelled:
-            return self._cancelled_reply(began=True)
-        except BaseException as error:  # as in ``run``
-            return self._failure_reply(error)
-        if isinstance(value, Future):
-            return self._defer(value)
-        return self._server.replies.value(value, peer=self.src, copies=self.function.copies)
 
     def refuse(self, reason: str) -> None:
         """Tell the caller that the function will not run. Does not raise."""
@@ -233,9 +232,7 @@ class ServedCall(Call):
 
         ``cancel_pending`` ends what the function waits for, which may take longer.
         """
-        if not self.cancelled:
-            self.was_late = expired or self.deadline.expired
-            self.cancelled = True
+        self.note_cancelled(expired)
         if self._holds_space:  # it has not begun: free the arguments
             self._request = None
             self.incoming.payload = bytearray()
@@ -243,15 +240,6 @@ class ServedCall(Call):
         if self.task is not None:
             with suppress(RuntimeError):  # the event loop has ended
                 self.task.get_loop().call_soon_threadsafe(self.task.cancel)
-
-    def made_for(self, future: Future[Any]) -> MadeCall | None:
-        """Return the call that a future belongs to, if the function made it and it is in flight."""
-        return self.outgoing.get(future.request_id) if isinstance(future, RpcFuture) else None
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether it waits for calls or a future that end with it."""
-        return bool(self.outgoing) or self.deferred is not None
 
     def cancel_pending(self) -> None:
         """Cancel what a cancelled call waits for: the future it returned, and the calls it made."""
@@ -263,8 +251,7 @@ class ServedCall(Call):
         """Send the reply, and end the call.
 
         The poller sends the replies of several short calls together: it holds them back while more
-        are at hand, and polling sends them. If it loses the polling role meanwhile, it flushes them
-        here.
+        calls are at hand, and sends them when it polls, or here if it has lost the polling role.
         """
         server, incoming = self._server, self.incoming
         try:

@@ -8,8 +8,7 @@ do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
@@ -27,12 +26,10 @@ from rankwire.mesh.calls import (
     CallPort,
     IncomingCall,
     RepliesDue,
-    Serving,
 )
 from rankwire.rpc.call import Call, describe_chain, serving
-from rankwire.rpc.call_cycles import ActiveCall, Key, pack, unpack_keys
-from rankwire.rpc.call_inquiries import INQUIRY, ActiveCalls
-from rankwire.rpc.deferred_replies import DeferredReplies
+from rankwire.rpc.call_cycles import pack, unpack_keys
+from rankwire.rpc.call_inquiries import INQUIRY, ServedCalls
 from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.messages import (
     Outcome,
@@ -41,7 +38,7 @@ from rankwire.rpc.messages import (
     describe_error,
     encode_result,
 )
-from rankwire.rpc.pool import Job, Pool, Worker
+from rankwire.rpc.pool import Job, JobSource, Limits, Pool, Worker
 from rankwire.rpc.registry import Function, Registry
 from rankwire.rpc.replies import Replies
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, Reservations, unpack_reservation
@@ -51,18 +48,7 @@ from rankwire.wire.frames import Message
 _log = logging.getLogger("rankwire")
 
 _STOP_PATIENCE = 0.5
-_LATE_CALLS = 64  # that failed after their deadline, whose errors are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a server accepts at once; described at ``RpcAgent``."""
-
-    workers: int
-    max_queued: int
-    max_queued_nbytes: float
-    max_nested: int
-    max_depth: int
+MAX_DEPTH = 32  # of nested calls
 
 
 class Server:
@@ -73,7 +59,6 @@ class Server:
         pool: The threads that run them.
         replies: Encodes and sends replies.
         reservations: Queue space for large calls.
-        deferred: The replies that wait for a future.
         event_loop: Runs ``async def`` functions.
         is_stopping: Whether running calls are being cancelled.
         clock: The backend's clock.
@@ -86,6 +71,7 @@ class Server:
         registry: Registry,
         codec: Codec,
         limits: Limits,
+        max_queued_nbytes: float,
         *,
         on_check: Callable[[], bool],
         on_end: Callable[[], None],
@@ -95,33 +81,25 @@ class Server:
         self._port = port
         self._registry = registry
         self._codec = codec
-        self._limits = limits
         self._draining = False
         self.is_stopping = False
-        self.active: dict[tuple[int, int], ServedCall] = {}
-        self.reservations = Reservations(limits.max_queued_nbytes, limits.max_queued)
-        self._late: dict[Key, ActiveCall] = {}
-        self.replies = Replies(backend, port, codec, names=registry.names, run_soon=self.run_soon)
-        self.event_loop = EventLoop(backend.clock)
-        self.pool = Pool(
-            poll=self._poll,
-            wake=port.wake,
-            on_check=lambda: self.deferred.check() | on_check(),
-            on_end=on_end,
-            clock=backend.clock,
-            workers=limits.workers,
-            max_queued=limits.max_queued,
-            max_nested=limits.max_nested,
-        )
-        self.deferred = DeferredReplies(
-            backend.clock, run_soon=self.run_soon, expect_work=self.pool.expect_work
-        )
-        port.tell_serving(self.serving)
 
-    @property
-    def workers(self) -> int:
-        """How many calls run at once, nested calls apart."""
-        return self._limits.workers
+        def check() -> bool:
+            return self.replies.deferred.check() | on_check()
+
+        self.pool = Pool(JobSource(self._poll, port.wake, check, on_end), limits, backend.clock)
+        self.active = ServedCalls(backend.rank, limits.workers, self.pool.queue)
+        self.reservations = Reservations(max_queued_nbytes, limits.max_queued)
+        self.replies = Replies(
+            backend,
+            port,
+            codec,
+            names=registry.names,
+            run_soon=self.run_soon,
+            expect_work=self.pool.expect_work,
+        )
+        self.event_loop = EventLoop(backend.clock)
+        port.tell_serving(self.active.serving)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -214,20 +192,16 @@ class Server:
         self, call: IncomingCall, request: Request, is_large: bool
     ) -> Message | None:
         """Return the refusal of a nested or large call that exceeds a limit."""
-        if len(request.chain) > 2 * self._limits.max_depth:
+        if len(request.chain) > 2 * MAX_DEPTH:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
-            reason = f"calls are nested more than {self._limits.max_depth} deep: {chain}"
+            reason = f"calls are nested more than {MAX_DEPTH} deep: {chain}"
             return self.replies.refusal(Outcome.OVERLOADED, reason)
-        if is_large and not self._admits(call, request):
-            reason = "too many bytes of calls wait at the callee without a reservation"
-            return self.replies.refusal(Outcome.OVERLOADED, reason)
+        # A nested call does not wait for a worker, so it needs no space.
+        if is_large and not request.chain:
+            if not self.reservations.admit(call.src, call.request_id, len(call.payload)):
+                reason = "too many bytes of calls wait at the callee without a reservation"
+                return self.replies.refusal(Outcome.OVERLOADED, reason)
         return None
-
-    def _admits(self, call: IncomingCall, request: Request) -> bool:
-        """Count a large call that may have to wait; a nested call never does."""
-        return bool(request.chain) or self.reservations.admit(
-            call.src, call.request_id, len(call.payload)
-        )
 
     def _release_space(self, call: IncomingCall) -> None:
         """Free the queue space of a call that is not served, unless its id is in use."""
@@ -269,9 +243,9 @@ class Server:
     def _cancel_job(self, job: ServedCall, *, expired: bool = False) -> None:
         self._port.drop_reply(job.incoming)
         job.cancel(expired=expired)
-        if self.pool.take_back(job):  # free its place for other calls
+        if self.pool.queue.take_back(job):  # free its place for other calls
             job.run(None)  # which only replies
-        if job.has_pending:
+        if job.outgoing or job.deferred is not None:
             self.run_soon(job.cancel_pending)  # futures may have callbacks
 
     def _caller_gone(self, event: CallerGone) -> None:
@@ -287,39 +261,7 @@ class Server:
             keys = unpack_keys(request.args)
         except InvalidMessageError as error:
             return self.replies.refusal(Outcome.BAD_REQUEST, error.message)
-        return encode_result(self._codec, pack(self.describe_calls(keys)))
-
-    def describe_calls(self, keys: Iterable[Key]) -> dict[Key, ActiveCall]:
-        """Describe calls that are served here, and those here that they need."""
-        keys = list(keys)
-        rank = self._backend.rank
-        jobs = {Key(rank, *key): job for key, job in list(self.active.items())}
-        active = ActiveCalls(rank, self.workers, jobs, set(self.pool.queued()))
-        late = {key: call for key in keys if (call := self._late.get(key)) is not None}
-        return late | active.describe(keys)
-
-    def serving(self) -> list[Serving]:
-        """Return the calls in service, the oldest first."""
-        queued = set(self.pool.queued())
-        return [
-            Serving(job.src, job.name, job.seconds, self.workers if job in queued else 0)
-            for job in list(self.active.values())
-        ]
-
-    def remember_late(self, job: ServedCall, error: BaseException) -> None:
-        """Keep the error of a call that failed after its deadline, for a caller that asks."""
-        key = Key(self._backend.rank, job.src, job.incoming.request_id)
-        text = f"failed too late with {describe_error(error)}"
-        self._late[key] = ActiveCall(job.name, job.depth, job.deadline.waited, text)
-        while len(self._late) > _LATE_CALLS:
-            self._late.pop(next(iter(self._late)), None)
-
-    def key_of(self, call: Call) -> Key | None:
-        """Return the key of a call, if it is served here."""
-        for key, job in list(self.active.items()):
-            if job is call:
-                return Key(self._backend.rank, *key)
-        return None
+        return encode_result(self._codec, pack(self.active.describe(keys)))
 
     def is_run_here(self, call: Call) -> bool:
         """Return whether the calling thread runs the function of this call."""
