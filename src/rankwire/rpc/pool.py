@@ -18,8 +18,7 @@ sleeps otherwise. A third worker starts only when the standby has become the pol
 more) get threads of their own, up to ``max_nested``, because nested calls that share a bounded pool
 deadlock. Beyond a limit a call is refused.
 
-Lock: ``JobQueue.mutex`` guards roles, counts and queues; not held while polling, running or
-replying.
+Lock: ``JobQueue.mutex`` guards roles, counts and queues. No thread polls, runs or replies under it.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ _LINGER = 2.0  # seconds an idle worker stays
 
 
 class Paced(Protocol):
-    """The function of a job."""
+    """A function; another thread should poll while a slow one runs."""
 
-    is_slow: bool  # whether another thread should poll while it runs
+    is_slow: bool
 
 
 class Job(Protocol):
@@ -154,11 +153,10 @@ class JobQueue:
     def take_back(self, job: Job) -> bool:
         """Remove a job that waits for a worker; return False if it does not wait."""
         with self.mutex:
-            try:
+            is_waiting = job in self.waiting
+            if is_waiting:
                 self.waiting.remove(job)
-            except ValueError:
-                return False
-        return True
+        return is_waiting
 
     def jobs(self) -> list[Job]:
         """Return the jobs that have not begun."""
@@ -189,8 +187,6 @@ class Pool:
         with self._mutex:
             self._start_thread()
             self._start_thread()
-
-    # -- called by other modules -------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
         """Run a job that did not come through ``poll``. Safe from any thread."""
@@ -303,14 +299,11 @@ class Pool:
                 worker.wake()
         return is_first
 
-    # -- polling -----------------------------------------------------------------------------------
-
     def _serve(self, worker: Worker) -> None:
         """Poll and run until the role is lost."""
         queue = self.queue
         while not self._closing:
-            job = queue.next()
-            if job is None:
+            if (job := queue.next()) is None:
                 continue
             if job.function.is_slow:
                 with self._mutex:
