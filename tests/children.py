@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from faults.sizes import QUICK
-from nursery import nursery
+from nursery import nursery, wait
+from rankwire.launch.process import Process
 
 
 class Text:
@@ -24,8 +25,8 @@ class Text:
     ``communicate()``.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._raw = open(descriptor, "rb", buffering=0)
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
 
     def readline(self) -> str:
         return self._raw.readline().decode()
@@ -60,39 +61,43 @@ class Child:
         env: dict[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> None:
-        out, their_out = os.pipe()
-        err, their_err = os.pipe()
-        self.stdout: Text | None = Text(out)
-        self.stderr: Text | None = Text(err)
-        self.returncode: int | None = None
-        chosen = dict(os.environ) if env is None else env
         folder = os.fspath(os.getcwd() if cwd is None else cwd)
-        try:
-            if QUICK and command[0] == sys.executable:
-                self._process: _Forked | subprocess.Popen[bytes] = _Forked(
-                    command[1:], chosen, folder, (their_out, their_err)
-                )
-            else:
-                self._process = subprocess.Popen(
-                    command, stdout=their_out, stderr=their_err, env=chosen, cwd=folder
-                )
-        finally:
-            os.close(their_out)
-            os.close(their_err)
+        if QUICK and command[0] == sys.executable:
+            with nursery() as shared:
+                chosen = dict(os.environ) if env is None else env
+                self._process: Process = shared.fork_program(command[1:], chosen, folder)
+        else:
+            self._process = Process(command, env=env, cwd=folder)
+        out, err = self._process.pipes
+        self.stdout: Text | None = Text(out)  # None where a test has closed it
+        self.stderr: Text | None = Text(err)
         self.pid = self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """As that of ``Popen``: minus the number of the signal that killed it."""
+        ending = self._process.ending
+        return (
+            ending if ending is None else ending.code if ending.signal is None else -ending.signal
+        )
+
     def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        if self.poll() is None:
+            self._process.send(number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
-        self.returncode = self._process.poll()
+        if self._process.check() is not None:
+            self._process.reap()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        self.returncode = self._process.wait(timeout)
+        if wait(self._process, timeout) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        self._process.reap()
+        assert self.returncode is not None
         return self.returncode
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
@@ -112,9 +117,9 @@ class Child:
                 if not data:
                     del is_open[descriptor]
         self.wait(max(0.0, end - time.monotonic()))
-        texts = [written.get(stream, b"").decode() for stream in (self.stdout, self.stderr)]
-        self._close_streams()
-        return texts[0], texts[1]
+        self._process.close()
+        out, err = (written.get(stream, b"").decode() for stream in (self.stdout, self.stderr))
+        return out, err
 
     def result(self, timeout: float = 60.0) -> Ended:
         """Wait for its end; one that does not end is killed."""
@@ -129,58 +134,10 @@ class Child:
 
     def close(self) -> None:
         """Kill it if it runs."""
-        if self.poll() is None:
-            self.kill()
-            self.wait(60.0)
-        self._close_streams()
-
-    def _close_streams(self) -> None:
-        for stream in (self.stdout, self.stderr):
-            if stream is not None:
-                stream.close()
-        self.stdout = self.stderr = None
+        self._process.close()
 
     def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-
-class _Forked:
-    """A fork of the nursery, which reaps it and tells its status."""
-
-    def __init__(
-        self, arguments: list[str], env: dict[str, str], cwd: str, outputs: tuple[int, int]
-    ) -> None:
-        self.returncode: int | None = None
-        self._status, theirs = os.pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        try:
-            with nursery() as shared:
-                self.pid = shared.fork_program(arguments, env, cwd, [nothing, *outputs], theirs)
-        finally:
-            os.close(theirs)
-            os.close(nothing)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            try:
-                os.kill(self.pid, number)
-            except ProcessLookupError:
-                return  # it has just ended
-
-    def poll(self) -> int | None:
-        return self._ended_within(0)
-
-    def wait(self, timeout: float) -> int:
-        status = self._ended_within(timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return status
-
-    def _ended_within(self, timeout: float) -> int | None:
-        if self.returncode is None and select.select([self._status], (), (), timeout)[0]:
-            self.returncode = os.waitstatus_to_exitcode(int(os.read(self._status, 64)))
-            os.close(self._status)
-        return self.returncode

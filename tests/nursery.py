@@ -24,6 +24,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rankwire.launch.process import Ending, Process
+
 _LONGEST_REQUEST = 1 << 18
 
 
@@ -36,36 +38,37 @@ class Nursery:
         self.process: subprocess.Popen[bytes] | None = None
         self.socket: socket.socket | None = None
 
-    def fork_rank(self, pipe: multiprocessing.connection.Connection, network: str = "") -> int:
-        """Start a rank process that obeys the pipe; return its process id.
+    def fork_rank(
+        self, pipe: multiprocessing.connection.Connection, network: str = ""
+    ) -> "ForkedProcess":
+        """Start a rank process that obeys the pipe.
 
         ``network`` is the file of a network namespace that it is to be in.
         """
         folder = os.environ.get("XDG_RUNTIME_DIR", "")
         request = {"kind": "rank", "folder": folder, "network": network}
-        return self._request(request, [pipe.fileno()])
+        return ForkedProcess(self, request, [pipe.fileno()])
 
-    def fork_program(
-        self,
-        arguments: list[str],
-        env: dict[str, str],
-        cwd: str,
-        streams: list[int],
-        status: int,
-    ) -> int:
-        """Start a program; return its process id.
+    def fork_program(self, arguments: list[str], env: dict[str, str], cwd: str) -> "ForkedProcess":
+        """Start a program.
 
         Args:
             arguments: As after ``python``: ``-c``, ``-m`` or a script first.
             env: All of its environment.
             cwd: The folder that it is in.
-            streams: Descriptors for its standard input, output and error.
-            status: A descriptor that its wait status is written to.
         """
         request = {"kind": "program", "arguments": arguments, "env": env, "cwd": cwd}
-        return self._request(request, [*streams, status])
+        out, their_out = os.pipe()
+        err, their_err = os.pipe()
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), their_out, their_err]
+            forked = ForkedProcess(self, request, streams, (out, err))
+        os.close(their_out)
+        os.close(their_err)
+        return forked
 
-    def _request(self, request: dict[str, Any], descriptors: list[int]) -> int:
+    def request(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Have it fork; return the process id."""
         if self.socket is None:
             self._start()
         assert self.socket is not None
@@ -85,6 +88,49 @@ class Nursery:
         if self.socket is not None and self.process is not None:
             self.socket.close()
             self.process.wait()
+
+
+class ForkedProcess(Process):
+    """A fork of the nursery, which reaps it and writes its wait status into a pipe."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        request: dict[str, Any],
+        descriptors: list[int],
+        pipes: tuple[int, ...] = (),
+    ) -> None:
+        status, theirs = os.pipe()
+        try:
+            pid = nursery.request(request, [*descriptors, theirs])
+        finally:
+            os.close(theirs)
+        self._watch(pid, *(open(number, "rb", buffering=0) for number in pipes))
+        self._descriptor = status
+
+    def _find_ending(self) -> Ending | None:
+        if not select.select([self._descriptor], (), (), 0)[0]:
+            return None
+        return Ending.of_status(int(os.read(self._descriptor, 64)))
+
+    def send(self, number: int) -> None:
+        self.check()
+        if self.ending is None:
+            super().send(number)
+
+    def reap(self) -> None:
+        assert wait(self, 60.0), f"process {self.pid} does not end"
+
+    def is_reaped(self) -> bool:
+        return self.check() is not None or self.ending is not None
+
+
+def wait(process: Process, timeout: float) -> Ending | None:
+    """Return how a process ended; None if it still runs after ``timeout`` seconds."""
+    if process.check() is None and process.ending is None:
+        select.select([process.open_descriptor()], (), (), timeout)
+        process.check()
+    return process.ending
 
 
 @contextlib.contextmanager
@@ -134,12 +180,13 @@ class _Requests:
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> Callable[[], None] | None:
         pid = os.fork()
         if pid == 0:
+            os.setsid()
             self._forget_the_nursery()
+            os.close(descriptors.pop())
             if request["kind"] == "rank":
                 return functools.partial(_become_a_rank, request, *descriptors)
-            return functools.partial(_become_a_program, request, descriptors[:3])
-        if request["kind"] == "program":
-            self._statuses[pid] = descriptors.pop()
+            return functools.partial(_become_a_program, request, descriptors)
+        self._statuses[pid] = descriptors.pop()
         for descriptor in descriptors:
             os.close(descriptor)
         self._socket.send(str(pid).encode())
@@ -150,11 +197,10 @@ class _Requests:
             os.read(self._woken, 4096)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] in self._statuses:
-                    descriptor = self._statuses.pop(ended[0])
-                    with contextlib.suppress(BrokenPipeError):  # the test has ended
-                        os.write(descriptor, str(ended[1]).encode())
-                    os.close(descriptor)
+                descriptor = self._statuses.pop(ended[0])
+                with contextlib.suppress(BrokenPipeError):  # the test has ended
+                    os.write(descriptor, str(ended[1]).encode())
+                os.close(descriptor)
 
     def _forget_the_nursery(self) -> None:
         signal.set_wakeup_fd(-1)

@@ -44,12 +44,11 @@ MAY_IMPORT = {
     "rpc": {*LEAVES, "codec", "wire", "links", "observe", "mesh", "backends"},
     "collectives": {*LEAVES, "codec", "wire", "observe", "mesh", "backends"},
     "device_mesh": {"errors", "backends", "override"},
-    "local_world": {*LEAVES, "codec", "observe", "backends", "rendezvous", "launch"},
     "testing": {
         *LEAVES, "codec", "wire", "observe", "rendezvous", "mesh", "backends", "rpc",
-        "collectives", "local_world",
+        "collectives", "launch",
     },
-    "launch": {*LEAVES, *TO_THE_WIRE, "version", "observe", "backends", "rendezvous"},
+    "launch": {*LEAVES, *TO_THE_WIRE, "codec", "version", "observe", "backends", "rendezvous"},
     "cli": {"errors", "version", "launch"},
     "torch": {
         *LEAVES, "codec", "observe", "rendezvous", "mesh", "backends", "rpc", "collectives",
@@ -58,7 +57,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {
         "errors", "version", "codec", "observe", "transports", "backends", "rpc", "collectives",
-        "device_mesh", "local_world",
+        "device_mesh", "launch",
     },
 }  # fmt: skip
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other, and only this one makes one
@@ -79,7 +78,7 @@ IMPURE_MODULES = {
 # Types of ctypes are buffers that a user may send, and paths are values; nothing is called there.
 TYPES_ONLY = {("arrays.py", "ctypes"), ("scalars.py", "pathlib")}
 # Functions on their way from a program to processes that it has started itself, over its own pipe.
-UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "local_world" / "function_pickle.py"}
+UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "launch" / "function_pickle.py"}
 # What only ``runtime`` imports, and what it alone takes from modules that others use too.
 BEHIND_THE_DOOR = {
     "threading", "_thread", "socket", "select", "selectors", "secrets", "random", "queue",
@@ -97,9 +96,7 @@ IO_NAMES = {
     ("runtime", "PollSelector"), ("runtime", "eventfd"),
 }  # fmt: skip
 # Folders whose modules do not go through the door yet; to be emptied.
-NOT_BEHIND_THE_DOOR = {
-    "launch", "local_world", "codec",
-}  # fmt: skip
+NOT_BEHIND_THE_DOOR = {"codec"}
 # Who may use these, and why a simulation can run them: none of them waits for the system there.
 USES_ASYNCIO = {
     "runtime": "makes the loops: a simulation makes others",
@@ -110,7 +107,7 @@ USES_ASYNCIO = {
 USES_FUTURES = {
     "collectives": "a Work is a Future, with a condition of runtime, and waits by its clock",
     "rpc": "so is an RpcFuture; a function may return a Future, and only its callback is used",
-    "local_world": "LocalWorld.on(rank).start returns one; real processes and threads, no world",
+    "launch": "LocalWorld.on(rank).start returns one; real processes and threads, no world",
     "torch": "torch's futures and remote references; torch runs in real time",
     "testing": "checks call what a program does",
 }
@@ -309,12 +306,11 @@ WAITS_OF_THE_SYSTEM = {
     "rendezvous/secret.py": "names the events of a launcher's selector",
     **dict.fromkeys(
         (
-            "launch/child.py",
+            "launch/launched_rank.py",
             "launch/loop.py",
             "launch/nodes.py",
             "launch/output.py",
             "launch/run.py",
-            "launch/output_streams.py",
         ),
         "a launcher is in no world",
     ),
@@ -449,7 +445,7 @@ def test_a_deadline_is_made_with_the_clock_of_its_world():
     entries = {"clock", "deadline", "base", "simulated", "tcp", "connect"}
     of_no_world = {"finalizers"}
     for path in modules():
-        if layer_of(path) in ("launch", "testing", "local_world"):
+        if layer_of(path) in ("launch", "testing"):
             continue
         named = {module for module, _ in imports(path)}
         if "rankwire.clock.REAL_TIME" in named:

@@ -1,12 +1,14 @@
 """What a session of tests has whatever started it, and what it tells about itself."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from nursery import nursery
+from nursery import nursery, wait
+from rankwire.launch.process import Ending
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
 TELL_IGNORED = (
@@ -44,17 +46,10 @@ def test_children_keep_their_bytecode():
 
 def test_a_program_of_the_nursery_has_what_was_asked_for(tmp_path):
     program = "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ)); sys.exit(3)"
-    out, their_out = os.pipe()
-    told, status = os.pipe()
-    with nursery() as shared, open(os.devnull) as nothing, open(out) as output, open(told) as ended:
-        shared.fork_program(
-            ["-c", program, "x"],
-            {"A": "1"},
-            str(tmp_path),
-            [nothing.fileno(), their_out, 2],
-            status,
-        )
-        os.close(their_out)
-        os.close(status)
-        assert output.read() == f"['x'] {tmp_path} ['A']\n"
-        assert os.waitstatus_to_exitcode(int(ended.read())) == 3
+    with nursery() as shared:
+        arguments = ["-c", program, "x"]
+        with contextlib.closing(
+            shared.fork_program(arguments, {"A": "1"}, str(tmp_path))
+        ) as forked:
+            assert forked.pipes[0].read().decode() == f"['x'] {tmp_path} ['A']\n"
+            assert wait(forked, 20.0) == Ending(code=3)

@@ -10,7 +10,6 @@ import multiprocessing.connection
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import socket
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nursery import Nursery, nursery
+from nursery import Nursery, nursery, wait
 from rankwire.backends.tcp import TcpBackend
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
@@ -256,8 +255,8 @@ class RankProcess:
         self._commands = 0
         self._answers: dict[int, tuple[Any, BaseException | None, float]] = {}
         with theirs:
-            self.pid = nursery.fork_rank(theirs, network)
-        self._pidfd = os.pidfd_open(self.pid)
+            self._process = nursery.fork_rank(theirs, network)
+        self.pid = self._process.pid
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> "Command":
         """Begin a command; it may block there."""
@@ -276,7 +275,7 @@ class RankProcess:
 
     def signal(self, number: int) -> float:
         """Send a signal; return when that was."""
-        signal.pidfd_send_signal(self._pidfd, number)
+        self._process.send(number)
         return time.monotonic()
 
     def stop(self) -> float:
@@ -288,13 +287,12 @@ class RankProcess:
     def kill(self) -> float:
         """Kill it, and return when that was, once it is dead."""
         now = self.signal(signal.SIGKILL)
-        self._wait()
+        self.wait()
         return now
 
-    def _wait(self) -> None:
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        assert poller.poll(PATIENCE * 1000), f"process {self.pid} does not end"
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        assert wait(self._process, PATIENCE), f"process {self.pid} does not end"
 
     def answer(self, number: int, timeout: float) -> tuple[Any, BaseException | None, float]:
         end = time.monotonic() + timeout
@@ -306,10 +304,7 @@ class RankProcess:
         return self._answers[number]
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        self._wait()
-        os.close(self._pidfd)
+        self._process.close()
         self._pipe.close()
 
 

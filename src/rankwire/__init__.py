@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rankwire.collectives.reductions import PremulSum
     from rankwire.collectives.work import Work
     from rankwire.device_mesh import DeviceMesh
-    from rankwire.local_world.handle import LocalWorld, local
+    from rankwire.launch.local_world import LocalWorld, local
     from rankwire.transports.security import Tls
 
 __all__ = [
@@ -107,7 +107,7 @@ _LOADED_LATER = {
     "backends.sub": "SubBackend",
     "device_mesh": "DeviceMesh",
     "transports.security": "Tls",
-    "local_world.handle": "LocalWorld local",
+    "launch.local_world": "LocalWorld local",
     "collectives.work": "Work",
     "collectives.coalesced": "all_gather_coalesced all_reduce_coalesced reduce_scatter_coalesced",
     "collectives.operations": "all_gather all_reduce all_to_all barrier broadcast gather reduce "

@@ -171,7 +171,7 @@ def test_f53_the_system_kills_a_rank_for_its_memory():
             for rank in ranks[:2]:
                 until_waiting(rank, 2)
             ranks[2].start("eval", "len([b'x' * (1 << 20) for _ in range(256)])")
-            ranks[2]._wait()
+            ranks[2].wait()
             for command in pending:  # when it died only the kernel knows: there is no figure
                 assert_lost(command, 2)
             ranks[0].call("send", b"still there?", 1)

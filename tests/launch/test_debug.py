@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from launched import COMMAND
-from rankwire.launch import debug
-from rankwire.launch.debug import HOOK, Terminal
+from rankwire.launch import process
+from rankwire.launch.process import BREAKPOINT_HOOK, Terminal
 from worlds import eventually
 
 PROGRAM = """
@@ -155,7 +155,7 @@ def test_a_rank_that_is_not_there_cannot_be_debugged(tmp_path):
 
 def test_without_a_terminal_there_is_nothing_to_lend():
     """As in a job of a scheduler: the rank has the launcher's stdin, whatever that is."""
-    code = "from rankwire.launch.debug import Terminal; t = Terminal(); t.give(0); t.take_back()"
+    code = "from rankwire.launch.process import Terminal; t = Terminal(); t.give(0); t.take_back()"
     done = subprocess.run(
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True, check=False
     )
@@ -172,9 +172,9 @@ def stop_twice():
 
 
 def test_it_says_once_for_each_place_how_to_debug_that_rank(monkeypatch, capsys):
-    monkeypatch.setenv("PYTHONBREAKPOINT", HOOK)
+    monkeypatch.setenv("PYTHONBREAKPOINT", BREAKPOINT_HOOK)
     monkeypatch.setenv("RANKWIRE_RANK", "1")
-    monkeypatch.setattr(debug, "_seen", set())
+    monkeypatch.setattr(process, "_seen", set())
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
     stop_twice()
     breakpoint()
@@ -185,9 +185,9 @@ def test_it_says_once_for_each_place_how_to_debug_that_rank(monkeypatch, capsys)
 
 
 def test_it_says_nothing_while_another_rank_is_debugged(monkeypatch, capsys):
-    monkeypatch.setenv("PYTHONBREAKPOINT", HOOK)
+    monkeypatch.setenv("PYTHONBREAKPOINT", BREAKPOINT_HOOK)
     monkeypatch.setenv("RANKWIRE_DEBUG_RANK", "0")
-    monkeypatch.setattr(debug, "_seen", set())
+    monkeypatch.setattr(process, "_seen", set())
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
     stop_twice()
     assert capsys.readouterr().err == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwire.launch.child import OomCounter
+from rankwire.launch.process import OomCounter
 
 
 def write(root: Path, name: str, text: str) -> Path:

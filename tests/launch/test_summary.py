@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from rankwire.launch.child import Ending
+from rankwire.launch.process import Ending
 from rankwire.launch.summary import (
     Failure,
     blamed,

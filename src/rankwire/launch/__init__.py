@@ -1,6 +1,6 @@
-"""Start and supervise the processes of a job. Only the command line imports this package.
+"""Start and supervise processes: ``rankwire run``, ``rankwire.local``, doctor, certificates.
 
-``run`` starts the ranks of one host. In each rank ``backends.connect`` reads what the launcher set;
-the two share only the names of environment variables. Importing this package loads neither rich nor
-typer.
+``process`` is the one supervisor. May import all but ``rpc``, ``collectives`` and ``testing``; a
+launched rank and its launcher share only the names of environment variables. ``import rankwire``
+loads nothing of this, and only ``rankwire run`` and the doctor load rich.
 """

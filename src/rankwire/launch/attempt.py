@@ -10,8 +10,8 @@ import math
 from collections import Counter
 
 from rankwire.clock import REAL_TIME
-from rankwire.launch.child import Ending
 from rankwire.launch.nodes import Parts
+from rankwire.launch.process import Ending
 from rankwire.launch.summary import (
     Failure,
     blamed,

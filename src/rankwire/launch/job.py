@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import signal
-import socket
 from dataclasses import replace
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.attempt import Attempt, Restarts
-from rankwire.launch.child import Ending, JobSettings, signal_name
-from rankwire.launch.local_ranks import LocalRanks
+from rankwire.launch.host_ranks import HostRanks
+from rankwire.launch.launched_rank import JobSettings
 from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Parts, RemoteRanks
+from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.launch.summary import first_failure
@@ -85,10 +85,10 @@ class LaunchedJob:
     def __init__(
         self,
         loop: Loop,
-        local: LocalRanks,
+        local: HostRanks,
         options: RunOptions,
         *,
-        listener: socket.socket,
+        listener: runtime.Socket,
         address: str,
         secret: bytes,
         policy: Policy,
@@ -99,7 +99,7 @@ class LaunchedJob:
         self._options = options
         restarts_alone = options.on_failure is OnFailure.RESTART
         self._restarts = Restarts(options.max_restarts if restarts_alone else 0)
-        name, stays = f"run-{secrets.token_hex(4)}", self._restarts.limit > 0
+        name, stays = f"run-{runtime.token_hex(4)}", self._restarts.limit > 0
         self._settings = JobSettings(0, address, name, secret, stays=stays)  # size: see _start
         self._attempt = Attempt()
         self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code

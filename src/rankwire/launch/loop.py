@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import selectors
 import signal
-import socket
 from collections.abc import Callable, Iterable, Iterator
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.launch.output import Output
 
@@ -31,7 +30,7 @@ class Loop:
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
+        selector: runtime.BaseSelector,
         take_signals: Callable[[], list[int]],
         output: Output,
     ) -> None:
@@ -90,7 +89,7 @@ class Loop:
 
 @contextlib.contextmanager
 def collected_signals(
-    selector: selectors.BaseSelector, numbers: Iterable[int]
+    selector: runtime.BaseSelector, numbers: Iterable[int]
 ) -> Iterator[Callable[[], list[int]]]:
     """Collect signals and wake ``selector`` for each. Main thread only.
 
@@ -99,7 +98,7 @@ def collected_signals(
     expect.
     """
     with contextlib.ExitStack() as stack:
-        reader, writer = (stack.enter_context(end) for end in socket.socketpair())
+        reader, writer = (stack.enter_context(end) for end in runtime.socketpair())
         reader.setblocking(False)
         writer.setblocking(False)
         for number in numbers:
@@ -110,7 +109,7 @@ def collected_signals(
                 stack.callback(signal.signal, number, before)
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, previous)
-        selector.register(reader, selectors.EVENT_READ, lambda: None)
+        selector.register(reader, runtime.EVENT_READ, lambda: None)
         stack.callback(selector.unregister, reader)
 
         def take() -> list[int]:

@@ -1,6 +1,6 @@
 """The other hosts of a job: their ranks as node 0 sees them, and the launchers that follow node 0.
 
-``RemoteRanks`` has the methods of ``LocalRanks`` and sends them as messages; ``follow`` carries
+``RemoteRanks`` has the methods of ``HostRanks`` and sends them as messages; ``follow`` carries
 them out on the other host and reports. ``rendezvous.launchers`` has the protocol.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -25,9 +25,10 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.child import Ending, JobSettings, signal_name
-from rankwire.launch.local_ranks import LocalRanks
+from rankwire.launch.host_ranks import HostRanks
+from rankwire.launch.launched_rank import JobSettings
 from rankwire.launch.loop import Loop
+from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.run_options import RunOptions
 from rankwire.rendezvous.launchers import (
     Asked,
@@ -155,12 +156,12 @@ class Parts:
         nodes: The number of hosts.
     """
 
-    def __init__(self, local: LocalRanks, nodes: int) -> None:
+    def __init__(self, local: HostRanks, nodes: int) -> None:
         self.local = local
         self.remote: dict[int, RemoteRanks] = {}
         self.nodes = nodes
 
-    def __iter__(self) -> Iterator[LocalRanks | RemoteRanks]:
+    def __iter__(self) -> Iterator[HostRanks | RemoteRanks]:
         yield self.local
         yield from (self.remote[node] for node in sorted(self.remote))
 
@@ -179,7 +180,7 @@ class Parts:
         here = {node for node, part in self.remote.items() if part.count}
         return [node for node in range(1, self.nodes) if node not in here]
 
-    def part_of(self, rank: int) -> LocalRanks | RemoteRanks:
+    def part_of(self, rank: int) -> HostRanks | RemoteRanks:
         """Return the part of a rank."""
         return next(part for part in self if rank in part.ranks)
 
@@ -215,7 +216,7 @@ def _listen(
         for message in messages:
             obey(message)
 
-    loop.selector.register(link, selectors.EVENT_READ, hear)
+    loop.selector.register(link, runtime.EVENT_READ, hear)
     hanging_up.callback(loop.selector.unregister, link)
     return hanging_up.close
 
@@ -229,7 +230,7 @@ class _InterruptedError(Exception):
 
 
 def follow(
-    loop: Loop, ranks: LocalRanks, options: RunOptions, *, secret: bytes, policy: Policy
+    loop: Loop, ranks: HostRanks, options: RunOptions, *, secret: bytes, policy: Policy
 ) -> int:
     """Run the launcher of a host other than node 0; return the exit code.
 
@@ -284,7 +285,7 @@ class _Follower:
     """Carry out the orders of node 0 on this host."""
 
     loop: Loop
-    ranks: LocalRanks
+    ranks: HostRanks
     link: LauncherLink
     settings: JobSettings  # of which node 0 completes the rest
     node: int

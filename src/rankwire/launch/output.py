@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
 import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.logfiles import Log, LogFolder
@@ -51,7 +51,7 @@ class Output:
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
+        selector: runtime.BaseSelector,
         *,
         has_prefix: bool = True,
         has_status: bool = True,
@@ -89,7 +89,7 @@ class Output:
             redraws = self._has_status and queue.is_terminal
             stream = RankOutput(rank, pipe, queue, prefix, log, redraws=redraws)
             self._streams.append(stream)
-            self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, stream))
+            self._selector.register(pipe, runtime.EVENT_READ, partial(self._read, stream))
         if self._printed is not None:
             if rank in self._errors:
                 self._printed.clear()
@@ -252,7 +252,7 @@ class Output:
         """Watch an output while data is queued, and read its ranks while it keeps up."""
         is_waiting = queue.fd in self._selector.get_map()
         if queue.pending and not is_waiting:
-            self._selector.register(queue.fd, selectors.EVENT_WRITE, partial(self._write, queue))
+            self._selector.register(queue.fd, runtime.EVENT_WRITE, partial(self._write, queue))
         elif is_waiting and not queue.pending:
             self._selector.unregister(queue.fd)
         for stream in self._streams:
@@ -263,7 +263,7 @@ class Output:
                 stream.is_paused = True
             elif stream.is_paused and len(queue.pending) < _QUEUE_LOW_NBYTES:
                 self._selector.register(
-                    stream.pipe, selectors.EVENT_READ, partial(self._read, stream)
+                    stream.pipe, runtime.EVENT_READ, partial(self._read, stream)
                 )
                 stream.is_paused = False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import select
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import IO, TextIO
@@ -18,6 +17,7 @@ from typing import IO, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.launch.lines import LineSplitter, ProgressLines
 from rankwire.launch.logfiles import Log
@@ -36,7 +36,7 @@ _SCREEN_LINES = 40
 
 
 # POSIX: a pipe that poll() calls writable takes this much without blocking.
-_WRITE_NBYTES = select.PIPE_BUF
+_WRITE_NBYTES = runtime.PIPE_BUF
 
 
 class _Likeness(io.StringIO):

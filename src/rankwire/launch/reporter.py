@@ -9,9 +9,9 @@ from typing import NamedTuple
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.attempt import Attempt
-from rankwire.launch.child import Ending
 from rankwire.launch.nodes import Parts
 from rankwire.launch.output import Output
+from rankwire.launch.process import Ending
 from rankwire.launch.summary import Failure, first_failure
 from rankwire.texts import name_ranks
 

@@ -11,18 +11,16 @@ import contextlib
 import ipaddress
 import os
 import resource
-import secrets
-import selectors
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from rankwire import runtime
 from rankwire.errors import ConfigurationError
+from rankwire.launch.host_ranks import HostRanks
 from rankwire.launch.job import LaunchedJob
-from rankwire.launch.local_ranks import LocalRanks
 from rankwire.launch.loop import STOPPING, Loop, collected_signals
 from rankwire.launch.nodes import follow
 from rankwire.launch.output import Output
@@ -63,7 +61,7 @@ def run(options: RunOptions) -> int:
     _check_descriptors(options.ranks, has_logs=options.log_dir is not None)
     with contextlib.ExitStack() as stack:
         # poll, not epoll: the launcher's own output may be a regular file.
-        selector = stack.enter_context(selectors.PollSelector())
+        selector = stack.enter_context(runtime.PollSelector())
         output = Output(
             selector,
             has_prefix=options.has_prefix,
@@ -79,7 +77,7 @@ def run(options: RunOptions) -> int:
         subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
         if not subreaper.is_adopting:
             output.say("processes that ranks start in other sessions may be left running here")
-        local = LocalRanks(options, loop, reaper, subreaper)
+        local = HostRanks(options, loop, reaper, subreaper)
         stack.callback(local.close)
         if options.node > 0:
             return follow(loop, local, options, secret=secret, policy=policy)
@@ -91,7 +89,7 @@ def run(options: RunOptions) -> int:
         return job.run()
 
 
-def _listen(options: RunOptions, output: Output) -> tuple[socket.socket, str]:
+def _listen(options: RunOptions, output: Output) -> tuple[runtime.Socket, str]:
     """Bind before the address is announced, so that no other process can take the port."""
     master = options.master
     listener = bind(master) if master is not None else _bind_loopback()
@@ -103,7 +101,7 @@ def _listen(options: RunOptions, output: Output) -> tuple[socket.socket, str]:
 
 def _secret(secret_file: Path | None) -> bytes:
     if secret_file is None:
-        return secrets.token_bytes(_SECRET_NBYTES)
+        return runtime.token_bytes(_SECRET_NBYTES)
     secret = read_secret_file(str(secret_file), named=f"--secret-file {secret_file}")
     if len(secret) < MIN_SECRET_NBYTES:
         raise ConfigurationError(
@@ -142,7 +140,7 @@ def _runtime_folder(output: Output) -> Iterator[None]:
 def _policy(address: str, tls_dir: Path | None) -> Policy:
     """Return the protection of connections; read the launcher's files now, to fail early.
 
-    ``LocalRanks.start`` checks those of the ranks, whose numbers are not known yet.
+    ``HostRanks.start`` checks those of the ranks, whose numbers are not known yet.
     """
     tls = None if tls_dir is None else files_of(tls_dir, "launcher")
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
@@ -155,7 +153,7 @@ def _reaper(grace: float) -> Reaper:
         raise ConfigurationError(f"no process can be started: {error}") from error
 
 
-def _bind_loopback() -> socket.socket:
+def _bind_loopback() -> runtime.Socket:
     """Bind to the first loopback address that works; in a container the interface may be down."""
     troubles = []
     for address in _LOOPBACKS:
@@ -165,7 +163,7 @@ def _bind_loopback() -> socket.socket:
             troubles.append(error.message)
             continue
         try:
-            with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+            with runtime.Socket(listener.family, runtime.SOCK_DGRAM) as probe:
                 probe.connect(listener.getsockname())  # looks up a route and sends nothing
         except OSError as error:
             troubles.append(f"{listener.getsockname()[0]}: {error.strerror}")

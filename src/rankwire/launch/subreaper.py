@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.launch.reaper import DEAD, Reaper, descendants, send_signal
 
@@ -44,7 +45,7 @@ class Subreaper:
             return []
         return [
             pid
-            for pid, group, state in descendants([os.getpid()], but=self._others)
+            for pid, group, state in descendants([runtime.getpid()], but=self._others)
             if group not in groups and state not in DEAD
         ]
 
@@ -91,7 +92,7 @@ def _set_subreaper(is_wanted: bool) -> bool:
 
 
 def _can_list_children() -> bool:
-    return Path(f"/proc/self/task/{os.getpid()}/children").exists()
+    return Path(f"/proc/self/task/{runtime.getpid()}/children").exists()
 
 
 def _children() -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rankwire.launch.child import Ending
+from rankwire.launch.process import Ending
 from rankwire.observe.tracebacks import folded
 from rankwire.wire.control_messages import Gone
 

@@ -6,7 +6,7 @@ any backend. Nothing here imports pytest.
 """
 
 from rankwire.errors import RankFailedError, RanksStuckError
-from rankwire.local_world.function_run import RankOutcome
+from rankwire.launch.function_run import RankOutcome
 from rankwire.testing.conformance import CHECKS, check_backend
 from rankwire.testing.ranks import (
     MakeWorld,

@@ -19,17 +19,17 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError, RanksStuckError
-from rankwire.local_world.function_run import (
+from rankwire.launch.function_run import (
     FunctionRun,
+    Printer,
     Rank,
     RankOutcome,
     culprit_of,
     in_rank_order,
     values_of,
 )
-from rankwire.local_world.printer import Printer
-from rankwire.local_world.process_world import ProcessWorld
-from rankwire.local_world.rank_thread import RankThread
+from rankwire.launch.process_world import ProcessWorld
+from rankwire.launch.rank_thread import RankThread
 from rankwire.mesh.dialing import Transport
 from rankwire.observe.stacks import stacks
 

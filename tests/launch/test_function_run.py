@@ -3,7 +3,7 @@
 import pytest
 
 from rankwire import PeerLostError, RankFailedError
-from rankwire.local_world.function_run import RankOutcome, culprit_of, values_of
+from rankwire.launch.function_run import RankOutcome, culprit_of, values_of
 
 RETURNED = RankOutcome(0, "value")
 RAISED = RankOutcome(1, error=KeyError("x"), remote_traceback="Traceback ...")

@@ -25,9 +25,9 @@ from enum import Enum, auto
 
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
-from rankwire.launch.child import Child, Ending, JobSettings, OomCounter
-from rankwire.launch.debug import Terminal
+from rankwire.launch.launched_rank import JobSettings, LaunchedRank
 from rankwire.launch.loop import Loop
+from rankwire.launch.process import Ending, OomCounter, Terminal
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.run_options import RunOptions
 from rankwire.launch.subreaper import Subreaper
@@ -48,7 +48,7 @@ class _Phase(Enum):
     OVER = auto()
 
 
-class LocalRanks:
+class HostRanks:
     """Start, watch and end the processes of this host's ranks. For one thread.
 
     Size: of its attributes ten are its arguments and their parts.
@@ -71,7 +71,7 @@ class LocalRanks:
         self._world: JobSettings | None = None
         self._stays = False
         self._memory = OomCounter()
-        self._children: list[Child] = []
+        self._children: list[LaunchedRank] = []
         self._phase = _Phase.IDLE
         self._kill_at = math.inf
         self._clear_until = math.inf
@@ -99,7 +99,7 @@ class LocalRanks:
     def _start(self, rank: int, world: JobSettings, incarnation: int = 0) -> None:
         try:
             with self._reaper.new_leash() as leash:
-                child = Child(
+                child = LaunchedRank(
                     rank,
                     world,
                     self._options.command,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankwire.launch.child import Child, JobSettings
-from rankwire.launch.local_ranks import LocalRanks
+from rankwire.launch.host_ranks import HostRanks
+from rankwire.launch.launched_rank import JobSettings, LaunchedRank
 from rankwire.launch.loop import Loop
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper
@@ -27,7 +27,7 @@ def ranks(tmp_path: Path):
     ):
         output = Output(selector)
         options = RunOptions([str(tmp_path / "script.py")], ranks=2, grace=0.1)
-        local = LocalRanks(options, Loop(selector, list, output), reaper, subreaper)
+        local = HostRanks(options, Loop(selector, list, output), reaper, subreaper)
         local.start(WORLD, 0)
         yield local
         local.close()
@@ -36,7 +36,7 @@ def ranks(tmp_path: Path):
 
 def test_ranks_that_are_slow_to_die_can_be_killed_again(ranks, monkeypatch):
     """SIGKILL waits for a process that is inside the kernel, such as for a dead file server."""
-    monkeypatch.setattr(Child, "send_group", lambda self, number: True)
+    monkeypatch.setattr(LaunchedRank, "send_group", lambda self, number: True)
     ranks.kill()
     ranks.kill()
     assert (ranks.stopped, ranks.killed) == ([], [0, 1])

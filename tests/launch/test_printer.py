@@ -2,7 +2,7 @@
 
 import threading
 
-from rankwire.local_world.printer import Printer
+from rankwire.launch.function_run import Printer
 from rankwire.testing.conformance.tools import until
 
 

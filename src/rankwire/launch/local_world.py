@@ -13,10 +13,9 @@ from rankwire.backends.simulated import SimulatedBackend
 from rankwire.environment import default_timeout
 from rankwire.errors import ChannelClosedError
 from rankwire.fork import guard, invalidate
-from rankwire.local_world.function_run import FunctionRun, Rank, RankOutcome, values_of
-from rankwire.local_world.printer import Printer
-from rankwire.local_world.process_world import ProcessWorld
-from rankwire.local_world.rank_thread import RankThread
+from rankwire.launch.function_run import FunctionRun, Printer, Rank, RankOutcome, values_of
+from rankwire.launch.process_world import ProcessWorld
+from rankwire.launch.rank_thread import RankThread
 from rankwire.public_dir import PublicDir
 from rankwire.shutdown import close_at_exit
 

@@ -21,21 +21,19 @@ starter                                process
 from __future__ import annotations
 
 import os
-import queue
 import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import RankFailedError
-from rankwire.local_world.function_pickle import pack, unpack
+from rankwire.launch.function_pickle import pack, unpack
 from rankwire.observe.stacks import stacks
 from rankwire.observe.tracebacks import FULL_TRACEBACK, folded
 from rankwire.texts import text_of, traceback_of, type_name
@@ -74,13 +72,13 @@ class _RankProgram:
         self._is_interruptible = False
         self._running = 0  # the number of the current order
         self._interrupted = 0  # the number of the last interrupted order
-        self._saying = threading.Lock()  # guards sending one tuple
-        self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._saying = runtime.Lock()  # guards sending one tuple
+        self._orders: runtime.SimpleQueue[tuple[Any, ...]] = runtime.SimpleQueue()
 
     def run(self) -> None:
         """Carry out orders until one says to leave."""
         signal.signal(signal.SIGINT, self._interrupt)
-        threading.Thread(target=self._listen, name="rankwire-starter", daemon=True).start()
+        runtime.Thread(target=self._listen, name="rankwire-starter", daemon=True).start()
         goes_on = True
         while goes_on:
             goes_on = self._obey(*self._orders.get())
@@ -94,16 +92,16 @@ class _RankProgram:
             while True:
                 order = self._control.recv()
                 if order[0] == "stacks":
-                    self._say("stacks", stacks(but=[threading.get_ident()]))
+                    self._say("stacks", stacks(but=[runtime.get_ident()]))
                 elif order[0] == "interrupt":
                     self._interrupted = order[1]  # first, as the main thread checks it
                     if self._running == order[1]:
-                        os.kill(os.getpid(), signal.SIGINT)
+                        os.kill(runtime.getpid(), signal.SIGINT)
                 else:
                     self._orders.put(order)
         except (EOFError, OSError):  # the starter closed the pipe or died
             self._orders.put(("leave",))
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(runtime.getpid(), signal.SIGINT)
             REAL_TIME.sleep(_END_PATIENCE)
             os._exit(1)
 
@@ -126,7 +124,7 @@ class _RankProgram:
 
     def _join(self, path: list[str], world_size: int, options: dict[str, Any]) -> None:
         sys.path[:] = path
-        listener = socket.socket(fileno=self._listener) if self._listener >= 0 else None
+        listener = runtime.Socket(fileno=self._listener) if self._listener >= 0 else None
         self._backend = TcpBackend(self._rank, world_size, listener=listener, **options)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rankwire.local_world.process_world import ProcessWorld
+from rankwire.launch.process_world import ProcessWorld
 from rankwire.testing import in_parallel
 from rankwire.testing.conformance.tools import until
 

@@ -1,22 +1,32 @@
-"""Run one function on several ranks, wait, and collect the outcome of each.
+"""Run one function on several ranks, print what they print, and collect the outcome of each.
 
-Ranks are processes or threads; this module uses only the methods of ``Rank``.
+In a notebook, printed text appears below the cell whose thread prints it. So a thread that waits
+for ranks prints their output; while no thread waits, the thread that reads the output does.
+
+Locks: that of ``Printer`` and that of each ``Rank``, held briefly. Nothing is called under them.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
+from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.errors import RankFailedError, RanksStuckError
-from rankwire.local_world.printer import Printer
+from rankwire.errors import ConfigurationError, RankFailedError, RanksStuckError
 from rankwire.observe.blame import describe, is_consequence
 
 T = TypeVar("T")
+StreamName = Literal["stdout", "stderr"]
+
+_log = logging.getLogger("rankwire")
 
 _OTHERS_PATIENCE = 1.0  # seconds for the other ranks to end after one has failed
 _INTERRUPT_PATIENCE = 5.0  # seconds for an interrupted function to end
@@ -114,15 +124,87 @@ def values_of(ended: Sequence[RankOutcome[T]]) -> list[T]:
     raise failure from culprit.error
 
 
-class Rank(Protocol):
-    """A rank that runs functions, one at a time."""
+class _Text(NamedTuple):
+    stream: StreamName
+    text: str
 
-    rank: int
+
+class Printer:
+    """Print texts in order. Every method is thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = runtime.Condition()
+        self._texts: deque[_Text] = deque()
+        self._waiting = 0  # threads inside print_until
+
+    def put(self, stream: StreamName, text: str) -> None:
+        """Print a text in a thread that waits, or in this one if none does."""
+        with self._changed:
+            self._texts.append(_Text(stream, text))
+            if self._waiting:
+                self._changed.notify_all()
+                return
+        self._print()
+
+    def wake(self) -> None:
+        """Have the waiting threads check their conditions again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def print_until(self, is_over: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Print until ``is_over()`` or until the time has passed; return ``is_over()``.
+
+        Texts that arrived by then are printed.
+        """
+        end = None if seconds is None else REAL_TIME.now() + seconds
+        with self._changed:
+            self._waiting += 1
+        try:
+            while not is_over():
+                left = None if end is None else end - REAL_TIME.now()
+                if left is not None and left <= 0.0:
+                    break
+                with self._changed:
+                    REAL_TIME.wait_for(self._changed, lambda: bool(self._texts) or is_over(), left)
+                self._print()
+        finally:
+            with self._changed:
+                self._waiting -= 1
+            self._print()
+        return is_over()
+
+    def _print(self) -> None:
+        while self._texts:
+            try:
+                stream, text = self._texts.popleft()
+            except IndexError:  # another thread took it
+                return
+            target = sys.stdout if stream == "stdout" else sys.stderr
+            try:
+                if target is not None:  # None in a program without a console
+                    target.write(text)
+                    target.flush()
+            except (OSError, ValueError) as error:  # stdout or stderr was closed
+                _log.debug("output of a rank was not shown: %s", error)
+
+
+class Rank(ABC):
+    """A rank that runs functions, one at a time. Thread-safe."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._lock = runtime.Lock()
+        self._number = 0  # of the last function
+        self._running: Future[RankOutcome[Any]] | None = None
+        self._running_name = ""
+        self._ended: RankOutcome[Any] | None = None  # of all later functions
 
     @property
     def ended(self) -> str:
         """How the rank ended, as text; empty while it is alive."""
+        return "" if self._ended is None else self._ended.reason
 
+    @abstractmethod
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, leaves: bool = False
     ) -> Future[RankOutcome[Any]]:
@@ -132,11 +214,37 @@ class Rank(Protocol):
             ConfigurationError: The rank is still running a function, or this one cannot be sent.
         """
 
+    @abstractmethod
     def interrupt(self) -> bool:
         """Interrupt the running function; return whether there was one that can be interrupted."""
 
+    @abstractmethod
     def ask_for_stacks(self) -> Future[str]:
         """Request the stacks of the rank's threads."""
+
+    def _begin(self, name: str) -> Future[RankOutcome[Any]]:
+        """Note that a function starts; the future is done if the rank has ended."""
+        running: Future[RankOutcome[Any]] = Future()
+        with self._lock:
+            if self._running is not None:
+                raise ConfigurationError(f"rank {self.rank} still runs {self._running_name!r}")
+            if self._ended is None:
+                self._running, self._running_name = running, name
+                self._number += 1
+                return running
+        running.set_result(self._ended)
+        return running
+
+    def _finish(
+        self, outcome: RankOutcome[Any], only: Future[RankOutcome[Any]] | None = None
+    ) -> None:
+        """Set the outcome of the running function, or of ``only`` this one, if it has none."""
+        with self._lock:
+            running = self._running
+            if running is None or only not in (None, running):
+                return
+            self._running = None
+        running.set_result(outcome)
 
 
 class FunctionRun:

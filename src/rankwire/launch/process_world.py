@@ -1,46 +1,106 @@
-"""The starter's side of a rank that is a process: orders to it, its replies and its output.
+"""A world of processes that this process started: orders to them, their replies, their output.
 
-``rank_program`` is the other side; the reader thread of ``process_world`` calls ``read``. The
-process leads its own session, so that Ctrl-C reaches only the starter, and SIGKILL to its group
-also ends what it started. It exits when its pipe is closed, hence also when the starter dies.
-
-Lock: ``_lock`` guards what the rank is running and whether it has ended. It is held briefly, and no
-other lock is taken under it.
+``rank_program`` is the other side. One thread reads from all processes and ends with the last one;
+other threads queue orders. A process exits when its pipe is closed, hence also when the starter
+dies.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import queue
 import signal
-import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from rankwire import runtime
+from rankwire.backends.arguments import check_world
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RankFailedError
+from rankwire.launch.function_pickle import pack, unpack
+from rankwire.launch.function_run import Printer, Rank, RankOutcome, StreamName, values_of
 from rankwire.launch.lines import LineSplitter, ProgressLines
-from rankwire.local_world.function_pickle import pack, unpack
-from rankwire.local_world.function_run import RankOutcome
-from rankwire.local_world.printer import Printer, StreamName
-from rankwire.local_world.rank_program import RunReport
+from rankwire.launch.process import Process, signal_name
+from rankwire.launch.rank_program import RunReport
+from rankwire.override import override
+from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.texts import text_of
+
+_log = logging.getLogger("rankwire")
 
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from rankwire.local_world.rank_program import main; main({args})"
+    "from rankwire.launch.rank_program import main; main({args})"
 )
 _STREAMS: tuple[StreamName, ...] = ("stdout", "stderr")
 _READ_NBYTES = 65536
+_LEAVE_PATIENCE = 5.0  # seconds for processes to leave before they are killed
+_END_PATIENCE = 5.0  # seconds for killed processes to be gone
 
 
-class RankProcess:
+class ProcessWorld:
+    """Start ranks as processes, with options for their backends. Thread-safe.
+
+    Raises:
+        RankFailedError: A rank did not join the world.
+    """
+
+    def __init__(self, world_size: int, options: dict[str, Any]) -> None:
+        check_world(0, world_size)
+        self.printer = Printer()
+        self.ranks: list[RankProcess] = []
+        self._is_over = runtime.Event()  # all processes have ended
+        self._reader = runtime.Thread(target=self._read, name="rankwire-local", daemon=True)
+        try:
+            with runtime.create_server(("127.0.0.1", 0), backlog=128) as listener:
+                port = listener.getsockname()[1]
+                for rank in range(world_size):
+                    mine = listener if rank == 0 else None
+                    self.ranks.append(RankProcess(rank, mine, self.printer))
+            self._reader.start()
+            options = {
+                "address": f"127.0.0.1:{port}",
+                "secret": runtime.token_bytes(32),
+                **options,
+            }
+            joining = [rank.enter(world_size, options) for rank in self.ranks]
+            self.printer.print_until(lambda: all(each.done() for each in joining))
+            values_of([each.result() for each in joining])
+        except BaseException:
+            self.close(patience=0.0)
+            raise
+
+    def close(self, *, patience: float = _LEAVE_PATIENCE) -> None:
+        """Interrupt all ranks and have them leave; kill those that do not in time. Idempotent."""
+        for rank in self.ranks:
+            rank.interrupt()
+            rank.leave()
+        if self._reader.ident is None:  # it was not started, because of an error or an interrupt
+            self._reader.start()
+        self.printer.print_until(self._is_over.is_set, patience)
+        for rank in self.ranks:
+            rank.kill()
+        if not self.printer.print_until(self._is_over.is_set, _END_PATIENCE):
+            _log.warning(
+                "processes did not end after SIGKILL: %s", [rank.pid for rank in self.ranks]
+            )
+        REAL_TIME.join(self._reader, _END_PATIENCE)
+        sweep_socket_files()  # of killed ranks
+
+    def _read(self) -> None:
+        while descriptors := [number for rank in self.ranks for number in rank.descriptors()]:
+            ready = {number for number in wait(descriptors) if isinstance(number, int)}
+            for rank in self.ranks:
+                rank.read(ready)
+        self._is_over.set()
+        self.printer.wake()
+
+
+class RankProcess(Rank):
     """A rank in its own process. Thread-safe except ``read``.
 
     Args:
@@ -49,68 +109,46 @@ class RankProcess:
         printer: Prints its output.
     """
 
-    def __init__(self, rank: int, listener: socket.socket | None, printer: Printer) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, listener: runtime.Socket | None, printer: Printer) -> None:
+        super().__init__(rank)
         self._printer = printer
-        self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._number = 0  # of the last order
-        self._running: Future[RankOutcome[Any]] | None = None
-        self._running_name = ""
-        self._saying: Future[str] | None = None  # the stacks that were requested
-        self._ended: RankOutcome[Any] | None = None  # how the process ended
-        ours, theirs = socket.socketpair()
+        self._orders: runtime.SimpleQueue[tuple[Any, ...] | None] = runtime.SimpleQueue()
+        self._stacks: Future[str] | None = None  # that were requested
+        ours, theirs = runtime.socketpair()
         passed = [theirs.fileno()] + ([] if listener is None else [listener.fileno()])
         program = _PROGRAM.format(path=sys.path, args=", ".join(map(str, [rank, *passed])))
         try:
             with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-u", "-c", program],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=passed,
-                    start_new_session=True,
-                )
+                self._process = Process([sys.executable, "-u", "-c", program], pass_fds=passed)
         except BaseException:
             ours.close()  # if a process was started, it ends because of this
             raise
         self._control = Connection(ours.detach())
-        self._death = os.pidfd_open(self._process.pid)
         self._outputs: dict[int, _Output] = {}
-        for name, pipe in zip(_STREAMS, (self._process.stdout, self._process.stderr), strict=True):
-            assert pipe is not None
+        for name, pipe in zip(_STREAMS, self._process.pipes, strict=True):
             os.set_blocking(pipe.fileno(), False)
             self._outputs[pipe.fileno()] = _Output(name)
-        self._teller = threading.Thread(
-            target=self._pass_on, name=f"rankwire-local-{rank}", daemon=True
+        self._process.open_descriptor()
+        self._sender = runtime.Thread(
+            target=self._send_orders, name=f"rankwire-local-{rank}", daemon=True
         )
-        self._teller.start()
+        self._sender.start()
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
 
-    @property
-    def ended(self) -> str:
-        """How the process ended, as text; empty while it is alive."""
-        return "" if self._ended is None else self._ended.reason
-
     # -- orders ------------------------------------------------------------------------------------
 
     def enter(self, world_size: int, options: dict[str, Any]) -> Future[RankOutcome[Any]]:
         """Have the process join the world."""
-        return self._begin("join", "join", pack((sys.path, world_size, options)))
+        return self._order("join", "join", pack((sys.path, world_size, options)))
 
+    @override
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, leaves: bool = False
     ) -> Future[RankOutcome[Any]]:
-        """Start ``function(backend, *args)``; with ``leaves``, leave the world when it ends.
-
-        Raises:
-            ConfigurationError: The rank is still running a function, or this one cannot be sent.
-        """
         name = getattr(function, "__name__", repr(function))
         try:
             pickled = pack((function, args))
@@ -119,54 +157,40 @@ class RankProcess:
                 f"{name!r}, its arguments or what it names cannot be sent to another process: "
                 f"{text_of(error)}"
             ) from error
-        return self._begin(name, "run", pickled, leaves)
+        return self._order(name, "run", pickled, leaves)
 
-    def _begin(self, name: str, verb: str, *words: Any) -> Future[RankOutcome[Any]]:
-        running: Future[RankOutcome[Any]] = Future()
-        with self._lock:
-            if self._running is not None:
-                raise ConfigurationError(f"rank {self.rank} still runs {self._running_name!r}")
-            if self._ended is not None:
-                running.set_result(self._ended)
-                return running
-            self._running, self._running_name = running, name
-            self._number += 1
-            number = self._number
-        self._tell(verb, number, *words)
+    def _order(self, name: str, verb: str, *words: Any) -> Future[RankOutcome[Any]]:
+        running = self._begin(name)
+        if not self._ended:
+            self._orders.put((verb, self._number, *words))
         return running
 
+    @override
     def ask_for_stacks(self) -> Future[str]:
-        """Request the stacks of all threads of the process."""
-        asking: Future[str] = Future()
-        with self._lock:
-            self._saying = asking
-        self._tell("stacks")
-        return asking
+        self._stacks = asked = Future[str]()
+        self._orders.put(("stacks",))
+        return asked
 
+    @override
     def interrupt(self) -> bool:
-        """Interrupt the running function as Ctrl-C would; return whether there was one."""
         with self._lock:
             if self._running is None or self._ended is not None:
                 return False
             number = self._number
-        self._tell("interrupt", number)
+        self._orders.put(("interrupt", number))
         return True
 
     def leave(self) -> None:
         """Have the process leave the world and exit when its function has ended."""
-        self._tell("leave")
+        self._orders.put(("leave",))
 
     def kill(self) -> None:
         """Kill the process and everything in its process group."""
         with self._lock:
             if self._ended is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.send_group(signal.SIGKILL)
 
-    def _tell(self, *words: Any) -> None:
-        # One step, so that an interrupt falls before or after it.
-        self._orders.put(words)
-
-    def _pass_on(self) -> None:
+    def _send_orders(self) -> None:
         """Send queued orders, in a thread that no interrupt reaches."""
         with suppress(OSError):  # the process died; the reader thread handles that
             while (words := self._orders.get()) is not None:
@@ -178,13 +202,13 @@ class RankProcess:
         """Return the descriptors to wait for; none once the process has ended."""
         if self._ended is not None:
             return []
-        return [self._control.fileno(), self._death, *self._outputs]
+        return [self._control.fileno(), self._process.open_descriptor(), *self._outputs]
 
     def read(self, ready: Collection[int]) -> None:
         """Process its output, its replies and its end. For one thread."""
         if not set(self.descriptors()) & set(ready):
             return
-        is_dead = self._death in ready  # determined first: nothing is written after it
+        is_dead = self._process.open_descriptor() in ready  # first: nothing is written after it
         for output in list(self._outputs):
             self._read_output(output)
         if self._control.fileno() in ready or is_dead:
@@ -212,42 +236,33 @@ class RankProcess:
                 for output in list(self._outputs):  # print what it wrote before this reply
                     self._read_output(output)
                 if verb == "ended":
-                    self._end_running(_outcome(self.rank, word))
-                elif self._saying is not None:
-                    self._saying.set_result(word)
+                    self._finish(_outcome(self.rank, word))
+                    self._printer.wake()
+                elif self._stacks is not None:
+                    self._stacks.set_result(word)
                     self._printer.wake()
         except (EOFError, OSError):
             return  # the pidfd reports its end
 
-    def _end_running(self, outcome: RankOutcome[Any]) -> None:
-        with self._lock:
-            running, self._running = self._running, None
-        if running is not None:
-            running.set_result(outcome)
-            self._printer.wake()
-
     def _handle_death(self) -> None:
-        with suppress(ProcessLookupError):  # end what it started and left behind
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        ending = self._process.check()
+        assert ending is not None
         for output in self._outputs.values():
             self._print(output, output.finish())
-        if code < 0:
-            reason = f"its process was killed by {signal.Signals(-code).name}"
+        if ending.signal is not None:
+            reason = f"its process was killed by {signal_name(ending.signal)}"
         else:
-            reason = f"its process ended with exit code {code} and sent no result"
+            reason = f"its process ended with exit code {ending.code} and sent no result"
         with self._lock:
-            self._ended = RankOutcome(self.rank, killed=code < 0, reason=reason)
-            os.close(self._death)
+            self._ended = RankOutcome(self.rank, killed=ending.signal is not None, reason=reason)
+        self._process.close()  # ends also what it started and left behind
         self._orders.put(None)
-        REAL_TIME.join(self._teller)  # soon: its writes fail now
+        REAL_TIME.join(self._sender)  # soon: its writes fail now
         self._control.close()
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
-        if self._saying is not None and not self._saying.done():
-            self._saying.set_result(f"({reason})")
-        self._end_running(self._ended)
+        if self._stacks is not None and not self._stacks.done():
+            self._stacks.set_result(f"({reason})")
+        self._finish(self._ended)
+        self._printer.wake()
 
 
 class _Output:

@@ -1,0 +1,298 @@
+"""The one supervisor of processes, for ``rankwire run``, ``rankwire.local`` and the tests.
+
+A process leads its own session, so that Ctrl-C reaches only its starter and a signal to its process
+group reaches what it started. A debugged rank has the starter's terminal and stays in its session,
+in its own process group. The exit status is not collected before ``reap``: until then the kernel
+does not reuse the process id, so a signal cannot reach another process.
+
+Imports little, because ranks load it for ``pass_by``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rankwire.environment import DEBUG_RANK, RANK
+from rankwire.launch.reaper import DEAD, families, send_signal
+
+_FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
+# Fields of /proc/PID/stat after the name, see proc(5), and the kernel's flag PF_EXITING.
+_FLAGS, _EXIT_CODE, _IS_EXITING = 6, 49, 4
+_OOM_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+# The value of PYTHONBREAKPOINT in ranks without a terminal.
+BREAKPOINT_HOOK = f"{__name__}.pass_by"
+_STDIN = 0
+_seen: set[tuple[str, int]] = set()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: with an exit code, or killed by a signal."""
+
+    code: int | None = None
+    signal: int | None = None
+    is_oom: bool = False  # whether the kernel probably killed it because memory ran out
+
+    @classmethod
+    def of_status(cls, status: int) -> Ending:
+        """Return the ending of a wait status."""
+        if os.WIFSIGNALED(status):
+            return cls(signal=os.WTERMSIG(status))
+        return cls(code=os.WEXITSTATUS(status))
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the exit code is not 0."""
+        return self.code != 0
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell would report."""
+        return self.code if self.code is not None else 128 + (self.signal or 0)
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}"
+        hint = ""
+        if self.is_oom:
+            hint = " by the kernel: out of memory"
+        elif self.signal == signal.SIGKILL:
+            hint = " (the kernel does that too, when memory runs out)"
+        elif self.signal in _FAULTS:
+            hint = " (a crash in native code)"
+        return f"killed by {signal_name(self.signal)}{hint}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as ``SIGTERM``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
+
+
+class Process:
+    """Start a process and watch it until its end. For one thread.
+
+    Args:
+        command: The program and its arguments.
+        env: Its environment; None means this process's.
+        cwd: Its working directory; None means this process's.
+        pass_fds: Descriptors to inherit.
+        has_terminal: Whether it gets the starter's terminal; else its output goes to pipes.
+
+    Attributes:
+        pid: Its process id, which is also that of its process group.
+        ending: How it ended; None until ``check`` has seen that.
+        pipes: Its stdout and stderr, unbuffered; empty if it has the terminal.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+        has_terminal: bool = False,
+    ) -> None:
+        stream = None if has_terminal else subprocess.PIPE
+        self._popen = subprocess.Popen(
+            command,
+            stdin=None if has_terminal else subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            bufsize=0,
+            env=env,
+            cwd=cwd,
+            pass_fds=pass_fds,
+            # Only processes in the session of a terminal can read from it.
+            start_new_session=not has_terminal,
+            process_group=0 if has_terminal else None,
+        )
+        self.has_terminal = has_terminal
+        self._watch(self._popen.pid, self._popen.stdout, self._popen.stderr)
+
+    def _watch(self, pid: int, *pipes: IO[bytes] | None) -> None:
+        self.pid = pid
+        self.ending: Ending | None = None
+        self.pipes = tuple(filter(None, pipes))
+        self._descriptor = -1
+
+    def open_descriptor(self) -> int:
+        """Return a descriptor that becomes readable when the process ends; ``close`` closes it."""
+        if self._descriptor < 0:
+            self._descriptor = os.pidfd_open(self.pid)
+        return self._descriptor
+
+    def check(self) -> Ending | None:
+        """Return how it ended, once; None if it runs or if this was returned before."""
+        if self.ending is None:
+            self.ending = self._find_ending()
+            return self.ending
+        return None
+
+    def _find_ending(self) -> Ending | None:
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        if found.si_code == os.CLD_EXITED:
+            return Ending(code=found.si_status)
+        return Ending(signal=found.si_status)
+
+    def coming_end(self) -> Ending | None:
+        """Return how it ended or is ending; None if it runs. Thread-safe.
+
+        Its connections close some milliseconds before ``waitid`` returns its status, but
+        /proc/PID/stat has the status by then. The kernel shows it to processes that may trace the
+        child, as its starter may; others read 0.
+        """
+        if self.ending is not None:
+            return self.ending
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:  # it was reaped, or there is no /proc
+            return None
+        fields = stat.rpartition(b")")[2].split()  # the name before it may contain anything
+        status = int(fields[_EXIT_CODE])
+        if not int(fields[_FLAGS]) & _IS_EXITING or not status:
+            return None
+        return Ending.of_status(status)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process, which handles its own children."""
+        send_signal(os.kill, self.pid, number)
+
+    def send_group(self, number: int) -> bool:
+        """Send a signal to its process group; return whether a process was there."""
+        return send_signal(os.killpg, self.pid, number)
+
+    def has_group(self) -> bool:
+        """Whether a process still runs in its group; in containers dead ones may stay in it."""
+        if not self.send_group(0):
+            return False
+        everyone = (process for family in families().values() for process in family)
+        return any(group == self.pid and state not in DEAD for _, group, state in everyone)
+
+    def reap(self) -> None:
+        """Wait for its end and collect the exit status."""
+        self._popen.wait()
+
+    def is_reaped(self) -> bool:
+        """Whether the exit status was collected, so that another process may have its id."""
+        return self._popen.returncode is not None
+
+    def close(self) -> None:
+        """Kill what is left of its group, collect it and close its pipes. Idempotent."""
+        if not self.is_reaped():
+            self.send_group(signal.SIGKILL)
+            self.reap()
+        for pipe in self.pipes:
+            with suppress(OSError):
+                pipe.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class OomCounter:
+    """Notice when the kernel kills a process because memory ran out.
+
+    The kernel counts such kills for the memory cgroup of this process, which its ranks share, or
+    for the whole host. It does not say which process; the caller saw a rank die by SIGKILL.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._files = _counter_files(root)
+        self._seen = self._count()
+
+    def has_grown(self) -> bool:
+        """Whether the kernel has killed a process since the last call."""
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+    def _count(self) -> int:
+        for path in self._files:
+            with suppress(OSError):
+                if found := _OOM_COUNT.search(path.read_text()):
+                    return int(found[1])
+        return 0
+
+
+def _counter_files(root: Path) -> list[Path]:
+    """Return the files with a count, the most specific first."""
+    files = []
+    mounted = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # In a container the path may be the host's, while the mount starts at our own group.
+            for folder in (path.lstrip("/"), ""):
+                if "memory" in controllers.split(","):
+                    files.append(mounted / "memory" / folder / "memory.oom_control")
+                elif not controllers:
+                    files.append(mounted / folder / "memory.events")
+    return [*files, root / "proc/vmstat"]
+
+
+class Terminal:
+    """The launcher's terminal, lent to the process group of a debugged rank. For one thread.
+
+    That group becomes the foreground group, so it reads what is typed and gets Ctrl-C, which a
+    debugger takes as an interrupt of the program.
+    """
+
+    def __init__(self) -> None:
+        self._owner: int | None = None
+
+    def give(self, group: int) -> None:
+        """Put a process group of this session in the foreground."""
+        with suppress(OSError):  # no terminal, or not ours
+            owner = os.tcgetpgrp(_STDIN)
+            with _sigttou_blocked():
+                os.tcsetpgrp(_STDIN, group)
+            self._owner = owner
+        with suppress(OSError):
+            os.killpg(group, signal.SIGCONT)  # the kernel stops it if it read before this
+
+    def take_back(self) -> None:
+        """Put the previous group back in the foreground. Idempotent."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            with suppress(OSError), _sigttou_blocked():
+                os.tcsetpgrp(_STDIN, owner)
+
+
+@contextlib.contextmanager
+def _sigttou_blocked() -> Iterator[None]:
+    """Keep the kernel from stopping this process for changing the terminal in the background."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def pass_by(*args: Any, **kwargs: Any) -> None:
+    """Print, once for each breakpoint, how to debug this rank; the program continues."""
+    frame = sys._getframe(1)
+    place = frame.f_code.co_filename, frame.f_lineno
+    if place in _seen or os.environ.get(DEBUG_RANK):
+        return
+    _seen.add(place)
+    rank = os.environ.get(RANK, "N")
+    sys.stderr.write(
+        f"breakpoint() at {place[0]}:{place[1]} is passed by: ranks have no terminal. To debug"
+        f" this one: rankwire run --debug-rank {rank} ...\n"
+    )
+    sys.stderr.flush()
