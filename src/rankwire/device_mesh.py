@@ -108,7 +108,7 @@ class DeviceMesh:
         """Return this rank and those that differ from it along one axis only, ascending.
 
         Raises:
-            ConfigurationError: There is no such axis.
+            ConfigurationError: The axis is invalid.
             InvalidRankError: It is not a rank of this mesh.
         """
         chosen = self._axis(axis)
@@ -120,7 +120,7 @@ class DeviceMesh:
         """Return all groups along an axis, sorted by their first members. Each rank is in one.
 
         Raises:
-            ConfigurationError: There is no such axis.
+            ConfigurationError: The axis is invalid.
         """
         chosen = self._axis(axis)
         lines = np.moveaxis(self._ranks, chosen, -1).reshape(-1, self._shape[chosen])
@@ -142,7 +142,7 @@ class DeviceMesh:
                 timeout of its own; None is the backend's.
 
         Raises:
-            ConfigurationError: There is no such axis, or the backend has another number of ranks.
+            ConfigurationError: The axis is invalid, or the backend has another number of ranks.
             MembershipError: Another member makes a different group, for example of another mesh.
             DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time.
         """

@@ -15,7 +15,7 @@ class RankwireError(Exception):
         tag: The message tag.
         waited: Seconds spent in the operation.
         root: The world rank, also in a group, whose failure caused this one, if known.
-        is_reported: Whether the other ranks of a collective know of it.
+        is_reported: Whether the other ranks of a collective were notified of it.
     """
 
     __module__ = "rankwire.errors"  # where users find it, also in tracebacks and pickles

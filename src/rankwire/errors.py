@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ConfigurationError(RankwireError, ValueError):
-    """A setting or argument that cannot work; nothing was sent."""
+    """A setting or argument is invalid; nothing was sent."""
 
 
 class InvalidWorldSizeError(ConfigurationError):
@@ -60,7 +60,7 @@ class InvalidRankError(ConfigurationError):
 
 
 class SelfSendError(ConfigurationError):
-    """A message addressed to its own sender."""
+    """The destination of a message is its sender."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
@@ -79,7 +79,7 @@ class UnsupportedTypeError(RankwireError, TypeError):
 
 
 class MessageTooLargeError(RankwireError, ValueError):
-    """A message above the limit; nothing of it was sent."""
+    """The message is larger than the limit; nothing was sent."""
 
     def __init__(self, nbytes: int, limit: int) -> None:
         super().__init__(
@@ -109,7 +109,7 @@ class InvalidMessageError(ProtocolError, ValueError):
 
 
 class VersionMismatchError(ProtocolError):
-    """The two ends speak different versions of the protocol."""
+    """The two ends use different versions of the protocol."""
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(
@@ -121,7 +121,7 @@ class VersionMismatchError(ProtocolError):
 
 
 class AuthenticationError(RankwireError, ConnectionError):
-    """The other end did not prove that it knows the job's secret."""
+    """The peer did not prove that it knows the job's secret."""
 
 
 class RendezvousError(RankwireError, ConnectionError):
@@ -149,7 +149,7 @@ class PeerLostError(RankwireError, ConnectionError):
         reason: How this was noticed, or the error that ended the peer.
         root: The rank that failed first: the peer, or the rank because of which the peer failed.
         remote_traceback: The traceback of the error that ended the root, as text; else empty.
-        told_by: The rank that the traceback is from, if not the root: the root may be alive.
+        told_by: The rank whose traceback this is, if not the root's: the root may be alive.
         may_have_run: For a call: whether the function may have run.
     """
 
@@ -191,7 +191,7 @@ class DeadlineExceededError(RankwireError, TimeoutError):
 
     Attributes:
         waiting_for: The ranks that were waited for.
-        culprits: The same as world ranks, also in a group.
+        culprits: The same ranks, numbered as in the world, also for a group.
         detail: What else is known, as text.
         may_have_arrived: For a message that was sent: whether a part of it had left. The rest
             follows, so it arrives unless the peer is lost first. If False, it never arrives.
@@ -252,7 +252,7 @@ class CallCancelledError(RankwireError, RuntimeError):
 
 
 class ForkedProcessError(RankwireError, RuntimeError):
-    """A forked child used an object of its parent. The child can create a backend of its own."""
+    """A forked child used an object of its parent. The child can create its own backend."""
 
     def __init__(self, what: str = "this") -> None:
         super().__init__(
@@ -345,7 +345,7 @@ class CollectiveAbortedError(RankwireError, RuntimeError):
 
 
 class MembershipError(RankwireError, RuntimeError):
-    """The members of a group disagree on who its members are."""
+    """The members of a group disagree on its list of members."""
 
 
 class RankFailedError(RankwireError, RuntimeError):

@@ -50,15 +50,15 @@ class Backend(MessagePosting):
     Args:
         rank: This process's index, from 0.
         world_size: The number of ranks.
-        timeout: Seconds for every operation that is not given its own limit.
+        timeout: Seconds for every operation without its own timeout.
         max_message_nbytes: Largest message sent or accepted.
-        clock: By which everything in its world waits.
+        clock: The clock that all waits use.
 
     Attributes:
         rank: This process's index, from 0.
         world_size: The number of ranks.
-        incarnation: How many times this rank's process was started anew alone, by a launcher.
-        timeout: Seconds for operations without a limit of their own.
+        incarnation: How many times a launcher has restarted this rank alone.
+        timeout: Seconds for operations without their own timeout.
         max_message_nbytes: Largest message sent or accepted.
         clock: By which everything in its world waits.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
@@ -155,7 +155,7 @@ class Backend(MessagePosting):
                 message arrives unless the peer is lost. If not, it never arrives.
             PeerLostError: The peer is gone.
             MessageTooLargeError: Nothing was sent.
-            ConfigurationError: It is no such buffer; nothing was sent.
+            ConfigurationError: The buffer is invalid; nothing was sent.
         """
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
@@ -177,8 +177,8 @@ class Backend(MessagePosting):
             timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
 
         Raises:
-            DeadlineExceededError: None came in time; a later receive still gets it.
-            PeerLostError: The peer is gone and left nothing.
+            DeadlineExceededError: No message came in time; a later receive can still get it.
+            PeerLostError: The peer is lost, and none of its messages is left.
         """
         if isinstance(src, AnyRank):
             return self._ask("recv", src, tag, timeout, None, whole_of).wait()  # type: ignore[no-any-return]
@@ -194,8 +194,7 @@ class Backend(MessagePosting):
     ) -> int:
         """Receive the next message into ``buffer`` and return its size.
 
-        The buffer's size must be the message's. Until this returns, what the buffer holds means
-        nothing.
+        The buffer must have the size of the message. Its content is undefined until this returns.
 
         Raises:
             SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
@@ -219,12 +218,12 @@ class Backend(MessagePosting):
     # -- arrays ------------------------------------------------------------------------------------
 
     def send_array(self, array: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send a numpy array or a dense torch tensor on the CPU; its dtype and shape travel along.
+        """Send a numpy array or a dense torch tensor on the CPU, with its dtype and shape.
 
         Not copied, unless it has gaps between its elements. Otherwise as ``send``.
 
         Raises:
-            UnsupportedTypeError: It is neither, or of a dtype that is not carried.
+            UnsupportedTypeError: It is neither, or its dtype cannot be sent.
         """
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
@@ -278,12 +277,12 @@ class Backend(MessagePosting):
             array: As for ``send_array``.
             dst: The rank to send to.
             src: The rank to receive from; ``dst`` if not given.
-            tag: Of both messages.
+            tag: The tag of both messages.
             timeout: Seconds for both; None is the backend's default.
             out: As for ``recv_array``; it may be the array that is sent.
 
         Raises:
-            PeerLostError: One of the two is gone, and has not done its part.
+            PeerLostError: One of the two peers is lost before its part was done.
         """
         src = dst if src is None else src
         deadline = Deadline.of(timeout, self.timeout, self.clock)
@@ -319,13 +318,13 @@ class Backend(MessagePosting):
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has entered: ``rankwire.barrier(self)``.
 
-        It is one of the group's collectives: all ranks begin those in the same order.
+        This is a collective: all ranks must call the group's collectives in the same order.
 
         Raises:
             DeadlineExceededError: ``waiting_for`` lists the ranks that did not enter.
             CollectiveAbortedError: Another rank has given up.
             CollectiveMismatchError: Another rank is in another operation.
-            PeerLostError: A rank is gone, or was started anew since this group was made.
+            PeerLostError: A rank is lost, or was restarted after this group was made.
         """
         type(self).meeting(self, timeout)
 
@@ -333,7 +332,7 @@ class Backend(MessagePosting):
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The ranks that have neither died nor left, this one included, as far as is known here."""
+        """The ranks that have neither died nor left, this rank included, as far as it knows."""
         return tuple(
             rank
             for rank in range(self.world_size)
@@ -341,17 +340,17 @@ class Backend(MessagePosting):
         )
 
     def status(self) -> WorldStatus:
-        """Return what this rank knows of each peer: whether it is up, and what is waited for."""
+        """Return what this rank knows about each peer: its state, and what waits for it."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         peers = {rank: self.status_of(rank) for rank in others}
         operation = "" if self.operations is None else self.operations.now()
         return WorldStatus(self.rank, self.world_size, peers, operation)
 
     def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
-        """Have ``callback(error)`` called once for each peer that is lost, also before now.
+        """Call ``callback(error)`` once for each lost peer, including peers lost before now.
 
-        Not for a peer that leaves in good order, nor for one that was lost before now and is back.
-        Callbacks run one after the other on a thread of their own.
+        It is not called for a peer that leaves without an error, nor for one that was lost before
+        now and has been restarted. Callbacks run one after the other in their own thread.
 
         Returns:
             A function that removes the callback.
@@ -359,14 +358,14 @@ class Backend(MessagePosting):
         return self._events.on_lost(callback)
 
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
-        """Have ``callback(rank, seconds)`` called when a peer has been silent for so long.
+        """Call ``callback(rank, seconds)`` when a peer has been silent for that long.
 
-        And with 0.0 seconds when it is heard again. Otherwise as ``on_peer_lost``.
+        With 0.0 seconds: the peer responds again. Otherwise as ``on_peer_lost``.
         """
         return self._events.on_suspected(callback)
 
     def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
-        """Have ``callback(rank, incarnation)`` called when a peer was started anew and is back.
+        """Call ``callback(rank, incarnation)`` when a peer was restarted and has joined.
 
         Also for those that are back already, and always after the ``on_peer_lost`` of the process
         before it. From now on messages and calls to the rank go to the new process, whose

@@ -67,9 +67,9 @@ def connect(**options: Any) -> TcpBackend:
     """Join the world that this process was started for, and return when it is complete.
 
     Understands, in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel MPI, Slurm's
-    ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Which one it
-    used is logged. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``, ``mpich``,
-    ``slurm``, ``env``) chooses another than the first that fits.
+    ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. It logs which
+    one it used. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``, ``mpich``,
+    ``slurm``, ``env``) chooses another one.
 
     May be called again in the same process after the first backend was closed, by all ranks alike.
     Safe from any thread.
@@ -79,8 +79,8 @@ def connect(**options: Any) -> TcpBackend:
     ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names; ``RANKWIRE_SEGMENT``
     for ``segment_nbytes``, and ``RANKWIRE_TIMEOUT`` for ``timeout``.
 
-    Under ``rankwire run``, an error that ends the program is printed short from now on; see
-    ``tracebacks``. ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
+    Under ``rankwire run``, an error that ends the program is printed in short form.
+    ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
 
     Args:
         **options: Arguments of ``TcpBackend``; they override what the environment says.

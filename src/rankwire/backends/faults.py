@@ -52,7 +52,7 @@ class FaultPlan(PublicDir):
     A world takes a copy, so a plan may serve several. It is for one thread at a time.
 
     Args:
-        seed: Of all random decisions.
+        seed: The seed of all random decisions.
 
     Example:
         >>> plan = FaultPlan(seed=7).delay(0.001, jitter=0.004).kill(2, after=100)
@@ -79,11 +79,11 @@ class FaultPlan(PublicDir):
     def delay(
         self, seconds: float, *, jitter: float = 0.0, src: int | None = None, dst: int | None = None
     ) -> Self:
-        """Let messages take their time; those of one link still arrive in order.
+        """Delay messages; those of one link still arrive in order.
 
         Args:
-            seconds: What each takes at least.
-            jitter: Up to this is added, drawn for each message.
+            seconds: The smallest delay of a message.
+            jitter: The largest random addition, drawn for each message.
             src: Only messages of this rank.
             dst: Only messages to this rank. Delays that concern the same link add up.
         """
@@ -121,7 +121,7 @@ class FaultPlan(PublicDir):
     def kill(
         self, rank: int, *, after: int | None = None, after_seconds: float | None = None
     ) -> Self:
-        """Let a rank die. Without a time it is dead from the start.
+        """Kill a rank; without ``after`` or ``after_seconds``, from the start.
 
         Args:
             rank: The rank.
@@ -136,7 +136,7 @@ class FaultPlan(PublicDir):
         return self._added((rank,))
 
     def slow_reader(self, rank: int, seconds_per_message: float) -> Self:
-        """Let a rank take one message at a time, so that its senders feel the full queue."""
+        """Let a rank read one message at a time, so that its senders wait for a full queue."""
         self.reader_seconds[rank] = _seconds(seconds_per_message)
         return self._added((rank,))
 
@@ -149,15 +149,15 @@ class FaultPlan(PublicDir):
         collective: int | None = None,
         error: Exception | None = None,
     ) -> Self:
-        """Let one operation of a rank fail before anything of it has left. The rank lives on.
+        """Let one operation of a rank fail before it has sent anything. The rank goes on.
 
         Written ``fail(1, call=3)``: the third call that rank 1 makes raises. Operations are counted
-        from 1, in the order in which the rank begins them, to whomever; repeated tries count too.
+        from 1, in the order in which the rank begins them, to any peer; retries count too.
 
         Args:
-            rank: Whose operation it is.
+            rank: The rank whose operation fails.
             call: Which of the calls that it makes, with ``rpc_sync`` or ``rpc_async``.
-            message: Which of the messages that it sends, with ``send`` and its kin.
+            message: Which of the messages that it sends, with ``send`` and its variants.
             collective: Which of the collectives that it takes part in, of any group. The other
                 ranks of that one fail too, with ``CollectiveAbortedError``, and all are in step
                 afterwards.

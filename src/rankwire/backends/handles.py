@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class MessageHandle(PublicDir):
-    """A message that is being sent or received; made by ``isend``, ``irecv`` and their kin.
+    """A message that is being sent or received; made by ``isend``, ``irecv`` and their variants.
 
-    For one thread at a time. Its time limit counts from the call that made it.
+    For one thread at a time. Its timeout counts from the call that made it.
 
     If it is dropped before it is done: a message that is sent leaves all the same, and its buffers
     must not change before it has; a receive is given up, and its message is for the next one. Once
     ``done`` has returned True, the message belongs to the handle.
 
     Attributes:
-        source: The rank that has sent the message, once it has come; None for one that is sent.
+        source: The rank that sent the message, once it has arrived; None for a send.
     """
 
     __slots__ = ("_deadline", "_error", "_op", "_peer", "_ranks", "_tag", "source")
@@ -59,10 +59,10 @@ class MessageHandle(PublicDir):
             says; None for a message that is sent, whose buffers may change from now on.
 
         Raises:
-            DeadlineExceededError: It is not done. After ``timeout`` it goes on. After its own limit
-                it is over: a message that was to come stays receivable; of one that is sent
-                ``may_have_arrived`` tells whether it will arrive.
-            PeerLostError: The peer is gone. From any rank: all others are.
+            DeadlineExceededError: It is not done. After ``timeout`` the handle goes on. After its
+                own timeout it has failed: an expected message can still be received; for a send,
+                ``may_have_arrived`` says whether it will arrive.
+            PeerLostError: The peer is lost; for ``ANY_RANK``, all other ranks are.
             ChannelClosedError: The peer has left, or the backend is closed.
         """
         if self._deadline is None:
@@ -89,9 +89,9 @@ class MessageHandle(PublicDir):
         return self._value()
 
     def done(self) -> bool:
-        """Whether ``wait`` would return or raise at once. Takes in what has come; does not wait.
+        """Whether ``wait`` would return or raise at once. Reads what has arrived; does not wait.
 
-        If not, it reads what all ranks have sent: so other handles go on too while a thread asks.
+        While the handle is not done, this also makes progress on all other handles.
         """
         if self._deadline is None or self._error is not None:
             return True

@@ -76,7 +76,7 @@ class Mesh(Backend):
     Args:
         rank: This rank.
         world_size: The number of ranks.
-        timeout: Seconds for every operation without a limit of its own; None is
+        timeout: Seconds for every operation without its own timeout; None is
             ``RANKWIRE_TIMEOUT``, or else 60.
         max_message_nbytes: Largest message sent or accepted.
         peers: The other ranks, by rank; may be filled later.

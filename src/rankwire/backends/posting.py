@@ -53,7 +53,7 @@ class MessagePosting(Transport):
 
     Attributes:
         clock: By which everything in its world waits.
-        timeout: Seconds for every operation that is not given its own limit.
+        timeout: Seconds for every operation without its own timeout.
         max_message_nbytes: Largest message sent or accepted.
         dropped: Receives whose handles are gone, to be given up before the next one is made.
         last_source: Of a receive from any rank: the next one looks behind it first.
@@ -72,7 +72,7 @@ class MessagePosting(Transport):
     ) -> MessageHandle:
         """Send one message without waiting for the peer to take it.
 
-        What the peer does not take now leaves as soon as it does. Messages to one rank leave in
+        What the peer does not accept now is sent as soon as it does. Messages to one rank leave in
         the order of the calls of ``isend`` and ``send``; a ``send`` waits for what was posted
         before. The first message to a rank connects to it.
 
@@ -90,7 +90,7 @@ class MessagePosting(Transport):
 
         Raises:
             MessageTooLargeError: Nothing was sent.
-            ConfigurationError: It is no such buffer, or the rank or tag is invalid; nothing was
+            ConfigurationError: The buffer, rank or tag is invalid; nothing was
                 sent. All other errors are raised by the handle's ``wait``.
         """
         return self._post("isend", data, dst, tag, timeout)
@@ -101,7 +101,7 @@ class MessagePosting(Transport):
         """Send an array or tensor as ``send_array`` does, without waiting as ``isend`` does.
 
         Raises:
-            UnsupportedTypeError: It is neither, or of a dtype that is not carried.
+            UnsupportedTypeError: It is neither, or its dtype cannot be sent.
         """
         return self._post("isend_array", array, dst, tag, timeout)
 
@@ -127,9 +127,9 @@ class MessagePosting(Transport):
             raise
 
     def irecv(self, src: Source, tag: int = 0, timeout: float | None = None) -> MessageHandle:
-        """Ask for the next message from ``src`` with this tag, but do not wait for it.
+        """Post a receive for the next message from ``src`` with this tag; do not wait for it.
 
-        Receives are served in the order in which they were asked for. From ``ANY_RANK``: the next
+        Receives are served in the order in which they were posted. From ``ANY_RANK``: the next
         one that comes from whichever rank; those of one rank in their order, and no rank is
         starved. It goes on while one of the others is there.
 
@@ -151,9 +151,9 @@ class MessagePosting(Transport):
     def irecv_into(
         self, buffer: Buffer, src: Source, tag: int = 0, timeout: float | None = None
     ) -> MessageHandle:
-        """Ask for the next message to come into ``buffer``, which has its size.
+        """Post a receive into ``buffer``, which must have the size of the message.
 
-        Until ``wait`` has returned the size, what the buffer holds means nothing. A large message
+        The content of the buffer is undefined until ``wait`` has returned. A large message
         of one rank comes straight to its place while the thread reads anything from that rank.
 
         Raises:
@@ -164,26 +164,26 @@ class MessagePosting(Transport):
     def irecv_array(
         self, src: Source, tag: int = 0, timeout: float | None = None, *, out: Any = None
     ) -> MessageHandle:
-        """Ask for the next array; ``wait`` returns it, as ``recv_array`` does.
+        """Post a receive for the next array; ``wait`` returns it, as ``recv_array`` does.
 
         Args:
             src: The rank to receive from, or ``ANY_RANK``.
             tag: The tag it was sent with.
             timeout: As for ``irecv``.
-            out: As for ``recv_array``; what it holds means nothing until ``wait`` has returned.
+            out: As for ``recv_array``; its content is undefined until ``wait`` has returned.
         """
         return self._ask_array("irecv_array", src, tag, timeout, out)
 
     def recv_any(self, tag: int = 0, timeout: float | None = None) -> tuple[int, bytearray]:
-        """Return the next message with this tag from whichever rank, behind its rank.
+        """Return the source and the content of the next message with this tag from any rank.
 
         Args:
             tag: The tag it was sent with.
             timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
 
         Raises:
-            DeadlineExceededError: None came in time; a later receive still gets it.
-            PeerLostError: All other ranks are gone, and left nothing.
+            DeadlineExceededError: No message came in time; a later receive can still get it.
+            PeerLostError: All other ranks are lost, and none of their messages is left.
         """
         handle = self._ask("recv_any", ANY_RANK, tag, timeout, None, whole_of)
         message = handle.wait()

@@ -123,21 +123,21 @@ class SimulatedBackend(Mesh):
         """Return the ranks of a new world; the index is the rank.
 
         Args:
-            world_size: How many, at least 1.
-            timeout: Seconds for every operation without a limit of its own; None is
+            world_size: The number of ranks, at least 1.
+            timeout: Seconds for every operation without its own timeout; None is
                 ``RANKWIRE_TIMEOUT``, or else 60.
             max_message_nbytes: Largest message sent or accepted.
             queue_nbytes: Bytes on the way from one rank to another that it has not read, above
                 which the sender waits. One message larger than that may be sent when there is no
                 other. Calls have queues of their own. A rank that waits for a message reads those
                 before it and keeps them, as on a network.
-            faults: What goes wrong, and when; time begins now. The world takes a copy.
-            clock: By which all ranks, and the faults, wait.
+            faults: The faults to inject; their times count from now. The world takes a copy.
+            clock: The clock that all ranks and faults use.
 
         Raises:
             InvalidWorldSizeError: Less than one rank.
-            ConfigurationError: Another argument cannot work, such as a fault of a rank that is not
-                there.
+            ConfigurationError: Another argument is invalid, such as a fault for a rank that does
+                not exist.
         """
         check_world(0, world_size)
         if queue_nbytes < 1:

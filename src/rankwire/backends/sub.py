@@ -75,10 +75,10 @@ class SubBackend(Backend):
             is the parent's.
 
     Raises:
-        InvalidWorldSizeError: There are no members.
+        InvalidWorldSizeError: The list of members is empty.
         InvalidRankError: A member is not a rank of the parent, or the parent's own rank is not a
             member.
-        ConfigurationError: A member is repeated, and the order is to be kept.
+        ConfigurationError: ``keep_order`` is set, and a member is repeated.
         MembershipError: Another member has a different list, or another order of it.
         DeadlineExceededError: ``waiting_for`` has the parent ranks that did not confirm in time.
 

@@ -79,7 +79,7 @@ _LATE_NEWS_PATIENCE = 0.5
 
 
 class TcpBackend(Mesh):
-    """A rank of a world of processes.
+    """One rank of a world whose ranks are processes.
 
     Construction returns when all ranks are up, or fails on all of them, naming the ranks that are
     missing. Start the ranks in any order.
@@ -92,16 +92,16 @@ class TcpBackend(Mesh):
         secret: At least 16 bytes that all ranks know, or what a launcher gave this rank instead.
             Not needed on loopback, where ranks of one user find each other.
         job: A name; ranks of different jobs refuse each other.
-        timeout: Seconds for every operation without a limit of its own; None is
+        timeout: Seconds for every operation without its own timeout; None is
             ``RANKWIRE_TIMEOUT``, or else 60.
         join_timeout: Seconds for the world to form.
         transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; the others
             force one.
         spin: Seconds a waiting thread polls before it sleeps; None is 200 us. If there are more
-            ranks than cores on this host, it lets others run between two looks.
+            ranks than cores on this host, it yields the core between polls.
         max_message_nbytes: Largest message sent or accepted.
         single_copy: Read large messages of ranks on this host straight out of their memory, where
-            the kernel allows it; ``link_to`` tells.
+            the kernel allows it; ``link_to`` says whether.
         segment_nbytes: Bytes of memory that the ranks of a group on one host share for collectives
             on small and middle arrays, at most; 0 for none. Used if all of them can.
         listen: Where this rank listens: ``host``, ``host:port``, ``host:low-high`` or
@@ -110,12 +110,12 @@ class TcpBackend(Mesh):
             listen if the host of ``address`` is not one of its own.
         advertise: The host by which others reach this rank, if that is not where it listens. The
             coordinator tries it before it lets the rank in.
-        suspect_after: Seconds of silence after which a rank is suspected, which is told
-            (``on_peer_suspected``) and changes nothing. The smallest of all ranks' counts.
+        suspect_after: Seconds of silence after which a rank is suspected. This only calls
+            ``on_peer_suspected``. The smallest value of all ranks applies.
         fail_after: Seconds of silence after which a rank is given up with
-            ``PeerUnresponsiveError``, though its connection stands: it is stopped, swapping, or
+            ``PeerUnresponsiveError``, although its connection is open: it is stopped, swapping, or
             holds the interpreter lock. Dead processes and cut links are noticed sooner. At least
-            0.1. The smallest of all ranks' counts.
+            0.1. The smallest value of all ranks applies.
         has_coordinator: Whether a launcher coordinates at ``address``, and not rank 0.
         security: ``"auto"`` protects by the address: ``"local"`` on loopback, ``"auth"`` elsewhere
             (frames are sealed), ``"tls"`` if ``tls`` is given. ``"insecure"`` runs without a
@@ -125,13 +125,13 @@ class TcpBackend(Mesh):
         tls: Files for TLS between hosts.
         listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
             from now on.
-        clock: By which it waits. The operating system waits for sockets, in real time, so only a
-            clock that keeps that will do.
+        clock: The clock that all waits use. It must run in real time, because the operating system
+            waits for sockets.
 
     Raises:
         RendezvousError: The world did not form; ``missing`` has the absent ranks.
         AuthenticationError: The secrets differ.
-        ConfigurationError: The arguments cannot work.
+        ConfigurationError: An argument is invalid.
 
     Size: it is a mesh, and has a method for each thing that the control plane tells it.
     """

@@ -153,7 +153,7 @@ class Codec(PublicDir):
         take: Callable[[Any, TakeContext], Any] | None = None,
         build: Callable[[Any, BuildContext], Any] | None = None,
     ) -> Any:
-        """Carry the instances of a class from now on. Also a decorator, with or without arguments.
+        """Let this codec send instances of a class. Also a decorator, with or without arguments.
 
         An enum, dataclass, namedtuple or msgspec Struct needs no hooks. Any other class, such as
         ``types.FunctionType`` or ``torch.Tensor``, needs them: what ``take`` returns is sent in

@@ -16,7 +16,7 @@ from rankwire.texts import one_line, text_of, type_name
 
 
 class TakeContext(PublicDir):
-    """What ``take`` learns about the message that its value is part of.
+    """Passed to ``take``: describes the message that contains the value.
 
     Attributes:
         peer: The receiving rank; None for several ranks, or if unknown.
@@ -59,7 +59,7 @@ class TakeContext(PublicDir):
 
 
 class BuildContext:
-    """What ``build`` learns about the message that its state is part of.
+    """Passed to ``build``: describes the message that contains the state.
 
     Attributes:
         peer: The sending rank; None if unknown.

@@ -35,7 +35,7 @@ def local(
     Args:
         world_size: The number of ranks.
         simulated: Use threads of this process and the simulated backend instead of processes.
-        timeout: Seconds for every operation without a timeout of its own; None means
+        timeout: Seconds for every operation without its own timeout; None means
             ``RANKWIRE_TIMEOUT``, or 60 if that is not set.
         **options: Passed to ``TcpBackend``, or to ``SimulatedBackend.create_group``.
 

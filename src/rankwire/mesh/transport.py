@@ -84,7 +84,7 @@ class Transport(PublicDir):
         rank: This process's index, from 0.
         world_size: The number of ranks.
         group: The id by which this group's traffic is told from others'; the same on all members.
-        incarnation: How many times this rank's process was started anew alone, by a launcher.
+        incarnation: How many times a launcher has restarted this rank alone.
         joins: How many times another rank's was, since this one is in the world.
         broken: Why there are no barriers and collectives in this group any more: they count on
             what all ranks did before, and one of them was started anew since it was made.
@@ -278,16 +278,16 @@ class Transport(PublicDir):
 
     @abstractmethod
     def close(self, *, error: BaseException | None = None) -> None:
-        """Leave: waiting threads get ``ChannelClosedError``. Idempotent.
+        """Leave the world; waiting threads get ``ChannelClosedError``. Idempotent.
 
         Args:
-            error: Why, if not in good order. Then the other ranks get ``PeerLostError`` with this
-                error's text and traceback; without it they see an orderly end.
+            error: The error that ends this rank, if any. Then the other ranks get ``PeerLostError``
+                with this error's text and traceback; without it they see an orderly end.
         """
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called, which notes it in ``_closed``."""
+        """Whether ``close`` was called."""
         return self._closed
 
 

@@ -60,7 +60,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
     Args:
         backend: Any backend; the agent does not close it.
         name: Agents of one name call each other. Agents of different names are independent.
-        timeout: Seconds for calls without a timeout of their own; None is the backend's.
+        timeout: Seconds for calls without their own timeout; None is the backend's.
         workers: Calls that run at once, nested calls apart.
         max_in_flight: Calls to one rank that wait for a reply; further ones wait, then fail with
             ``OverloadedError``. Threads that call at the same moment may exceed it together.
@@ -146,12 +146,12 @@ class RpcAgent(AgentCalls, AgentFunctions):
     # -- serving -----------------------------------------------------------------------------------
 
     def serve(self, *, until_lost: int | None = 0, timeout: float | None = None) -> bool:
-        """Wait until it is time to stop serving.
+        """Serve calls until a rank says stop, or the ranks to serve are gone.
 
-        An agent serves from construction on. This returns at whatever comes first: ``stop`` on any
-        rank; SIGTERM, with which the launcher asks ranks to end (if the main thread calls this and
-        the program does not handle it); the end of this agent or its backend; the end of the rank
-        ``until_lost``; or the end of all other ranks. Calls are served until ``close``. Ctrl-C
+        An agent serves from construction on. This returns at the first of these events: ``stop`` on
+        any rank; SIGTERM, with which the launcher asks ranks to end (if the main thread calls this
+        and the program does not handle it); the end of this agent or its backend; the end of the
+        rank ``until_lost``; or the end of all other ranks. Calls are served until ``close``. Ctrl-C
         raises ``KeyboardInterrupt``.
 
         Args:
@@ -215,7 +215,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank was told to stop serving; then ``serve`` returns at once."""
+        """Whether a rank has called ``stop`` for this one; then ``serve`` returns at once."""
         return self._stop_signal.is_told
 
     def handle_request(self, call: IncomingCall) -> None:
@@ -237,7 +237,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
     # -- ending ------------------------------------------------------------------------------------
 
     def activity(self) -> Activity:
-        """Return how many calls are under way here.
+        """Return how many calls this agent has in flight and in service.
 
         If no agent of a world has a call in flight or in service, and on a second reading still
         none has and ``steps`` shows that none was made in between, then no message is on its way

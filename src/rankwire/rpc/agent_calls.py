@@ -161,7 +161,7 @@ class AgentCalls:
         return self._caller.start(dst, name, deadline, call, args, kwargs)
 
     def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank:
-        """Return the functions of a rank, to be called with these settings.
+        """Return a proxy whose methods call the functions of a rank with these settings.
 
         ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
         ``agent.to(1, timeout=5)(add, 2, 3)`` is ``agent.rpc_sync(1, add, 2, 3, timeout=5)``, whose
@@ -185,7 +185,7 @@ class AgentCalls:
         return RemoteRank(rpc_sync, f"rank {dst}, each call within {limit:g} s")
 
     def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
-        """Return the functions of a rank as ``to`` does; their calls return futures."""
+        """Return a proxy as ``to`` does; its calls return futures."""
         dst, limit = self._checked(dst, timeout)
 
         def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

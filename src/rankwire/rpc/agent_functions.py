@@ -113,7 +113,7 @@ class AgentFunctions:
         self._registry.remove(name)
 
     def register_error(self, kind: E, *, name: str | None = None) -> E:
-        """Raise a class of errors of your program here when a callee raises it.
+        """Let calls raise an exception class of your program when the callee raises it.
 
         Then ``except MyError`` around a call of this agent works, as it does for builtin exceptions
         without this; also for classes derived from it. The exception raised is a ``RemoteError``

@@ -90,7 +90,7 @@ class Call(PublicDir):
 
     @property
     def expired(self) -> bool:
-        """Whether the call's time is up; for a cancelled call, whether that is why."""
+        """Whether the deadline has passed; for a cancelled call, whether that was the reason."""
         return self.was_late if self.cancelled else self.deadline.expired
 
     @property

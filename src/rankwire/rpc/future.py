@@ -161,7 +161,7 @@ class RpcFuture(PublicDir, Future[R]):
         return self._state in _DONE
 
     def cancel(self) -> bool:
-        """Give up the call and tell the callee; return False if it is done."""
+        """Cancel the call and notify the callee; return False if it is already done."""
         try:
             self._make_condition()  # without ``_condition``, so that the reply is not read early
             if not super().cancel():

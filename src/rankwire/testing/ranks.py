@@ -78,8 +78,8 @@ def run_ranks(
 ) -> list[T] | list[RankOutcome[T]]:
     """Run ``function(backend, *args)`` as every rank of a world; return the results in rank order.
 
-    As in a program of its own, a rank whose function returns leaves the world, and one whose
-    function raises fails: its backend is closed. A rank that is killed is not waited for.
+    A rank whose function returns leaves the world. A rank whose function raises fails, and its
+    backend is closed. This does not wait for a rank that is killed.
 
     Args:
         world_size: The number of ranks.
@@ -89,7 +89,7 @@ def run_ranks(
         backend: ``"simulated"``, ``"auto"``, ``"tcp"``, ``"unix"``, or a world maker. The default
             is ``"simulated"``, and ``"auto"`` for processes.
         processes: Whether to use real processes instead of threads; not for the simulated backend.
-        timeout: Seconds for each operation without a timeout of its own.
+        timeout: Seconds for each operation without its own timeout.
         limit: Seconds for the whole run; the default is ``timeout`` + 20.
         outcomes: Whether to return a ``RankOutcome`` for each rank: what it returned or raised, or
             that it was killed.
@@ -117,7 +117,7 @@ def run_ranks(
 
 
 def in_parallel(functions: Sequence[Callable[[], T]], *, timeout: float = 60.0) -> list[T]:
-    """Run each function in a thread of its own, as one rank; return their results in order.
+    """Run each function in its own thread, as one rank; return their results in order.
 
     Raises:
         Exception: The first error, with a note that names the rank.

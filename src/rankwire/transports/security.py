@@ -36,14 +36,14 @@ class Tls:
     """Files for TLS, in PEM form.
 
     Attributes:
-        cert: This rank's certificate, with intermediate ones behind it if there are any.
+        cert: This rank's certificate, followed by intermediate ones, if any.
         key: Its private key, without a passphrase.
         ca: The certificate of the authority whose certificates are accepted; best one for this job
             alone.
         names: The name in the certificate of each rank, with ``{rank}`` for its number: a DNS name
             or URI among its subjectAltNames, compared letter by letter. The certificate of a
-            launcher has ``launcher``. Who shows the certificate of one rank cannot act as another.
-            ``"any"`` is weaker: names are not looked at, and a holder of any certificate of the
+            launcher has ``launcher``. The holder of one rank's certificate cannot act as another
+            rank. ``"any"`` is weaker: names are not checked, and a holder of any certificate of the
             authority, and the secret, may act as any rank.
     """
 

@@ -41,10 +41,10 @@ CHECKS: dict[str, Check] = {
 
 
 def check_backend(make_world: MakeWorld) -> None:
-    """Run the whole suite.
+    """Check that a backend behaves as this package requires; run all checks.
 
     Args:
-        make_world: Called as ``make_world(world_size, **options)``; gives the backends of all
+        make_world: Called as ``make_world(world_size, **options)``; yields the backends of all
             ranks, in this process. It must accept the options ``timeout`` and
             ``max_message_nbytes``.
 
