@@ -199,9 +199,7 @@ def run_algorithm(
     """Run ``algorithm(x)`` on all ranks; return the results, and what each rank sent."""
 
     def each(backend: CountingBackend) -> Any:
-        return OperationSequence.of(backend).call(
-            "test", lambda: ("test()", algorithm, False, None)
-        )
+        return OperationSequence.of(backend).call("test", lambda: ("test()", algorithm))
 
     with counting_world(world_size, **options) as world:
         results = on_all(world, each)

@@ -51,7 +51,7 @@ def total(size: int, count: int = COUNT) -> np.ndarray:
 
 
 def steps(backend, name: str, run) -> None:
-    OperationSequence.of(backend).call(name, lambda: (name, run, False, TIMEOUT))
+    OperationSequence.of(backend).call(name, lambda **_: (name, run), timeout=TIMEOUT)
 
 
 def reducing(algorithm):
@@ -535,9 +535,7 @@ def test_a_rank_that_fails_in_the_middle_ends_those_that_send_to_it():
                 r = reduction("sum", array.dtype)
                 algorithms.reduce_scatter_directly(x, split(array, 3), out, r)
 
-            OperationSequence.of(backend).call(
-                "printing", lambda: ("reduce_scatter", steps, False, None)
-            )
+            OperationSequence.of(backend).call("printing", lambda: ("reduce_scatter", steps))
 
         runs = {backend.rank: Running(run, backend) for backend in world}
         failing = runs.pop(1)

@@ -18,8 +18,8 @@ from rankwire.collectives.exchange import (
     receive_array,
     receive_pieces,
     scratch,
+    tag_of,
 )
-from rankwire.collectives.fingerprints import tag_of
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, SizeMismatchError
 from rankwire.mesh.transport import Offer
 from rankwire.testing import simulated_world

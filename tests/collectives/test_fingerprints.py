@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.collectives.fingerprints import MAX_STEP, describe, tag_of
+from rankwire.collectives.exchange import MAX_STEP, describe, tag_of
 
 WORDS = st.text(max_size=30)
 NUMBERS = st.integers(0, 2**40)

@@ -7,9 +7,14 @@ import warnings
 import numpy as np
 import pytest
 
-from rankwire.collectives import half_types
-from rankwire.collectives.half_types import from_bfloat16, from_float16, to_bfloat16, to_float16
-from rankwire.collectives.reductions import reduction
+from rankwire.collectives import reductions
+from rankwire.collectives.reductions import (
+    from_bfloat16,
+    from_float16,
+    reduction,
+    to_bfloat16,
+    to_float16,
+)
 
 EVERY = np.arange(1 << 16, dtype=np.uint16)
 # What is cut off: nothing, halves of both types, and their neighbours; some more at random.
@@ -96,9 +101,9 @@ def both(monkeypatch):
     """Return what a function gives with torch, after it has given the same bits without it."""
     pytest.importorskip("torch")
     conversions = []
-    parts = half_types._parts
+    parts = reductions._parts
     monkeypatch.setattr(
-        half_types, "_parts", lambda array: conversions.append(array) or parts(array)
+        reductions, "_parts", lambda array: conversions.append(array) or parts(array)
     )
 
     def both(function, *args, by_torch=True, **kwargs):
@@ -106,7 +111,7 @@ def both(monkeypatch):
         with_torch = function(*args, **kwargs)
         assert by_torch is None or bool(conversions) == by_torch
         with monkeypatch.context() as patch:
-            patch.setattr(half_types, "_LEAST", 1 << 62)
+            patch.setattr(reductions, "_LEAST", 1 << 62)
             conversions.clear()
             without = function(*args, **kwargs)
             assert not conversions

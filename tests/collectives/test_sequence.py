@@ -14,7 +14,7 @@ from queued import keep_workers_away
 import rankwire
 from interrupts import Interrupt, every_interrupt
 from rankwire.collectives import algorithms, exchange, operation
-from rankwire.collectives.fingerprints import describe, tag_of
+from rankwire.collectives.exchange import describe, tag_of
 from rankwire.collectives.operation import Operation
 from rankwire.collectives.sequence import OperationSequence
 from rankwire.deadline import Deadline
@@ -188,7 +188,7 @@ def test_an_interrupt_anywhere_in_an_operation_is_told_and_stops_nothing():
     def run(interrupting):
         number = mine._next
         with contextlib.suppress(Interrupt), interrupting:
-            mine.call("nothing", lambda: ("nothing()", lambda x: None, False, None))
+            mine.call("nothing", lambda: ("nothing()", lambda x: None))
         assert mine.turn == mine._next <= number + 1
         assert not mine._ended
         if mine.epoch == number + 1:
@@ -211,7 +211,7 @@ def test_an_interrupt_anywhere_in_work_that_its_waiter_runs_is_told_too(monkeypa
     def run(interrupting):
         number, work = mine._next, None
         with contextlib.suppress(Interrupt), interrupting:
-            work = mine.call("nothing", lambda: ("nothing()", lambda x: None, True, None))
+            work = mine.call("nothing", lambda **_: ("nothing()", lambda x: None), async_op=True)
             work.wait()
         error = work.exception() if work is not None else None
         eventually(lambda: mine.turn == mine._next)
@@ -239,8 +239,8 @@ def test_two_interrupts_while_an_operation_begins_do_not_stop_the_group(second_a
 
     def run(interrupting):
         with contextlib.suppress(Interrupt), interrupting:
-            mine.call("nothing", lambda: ("nothing()", lambda x: None, True, None))
-        mine.call("nothing", lambda: ("nothing()", lambda x: None, False, SOON))
+            mine.call("nothing", lambda **_: ("nothing()", lambda x: None), async_op=True)
+        mine.call("nothing", lambda **_: ("nothing()", lambda x: None), timeout=SOON)
         eventually(lambda: mine.turn == mine._next)
 
     with simulated_world(2, timeout=TIMEOUT) as world:
@@ -251,7 +251,7 @@ def test_two_interrupts_while_an_operation_begins_do_not_stop_the_group(second_a
 def test_a_rank_that_is_ahead_is_found_out(pair):
     """It has done with an operation of which the other waits for its messages: they disagree."""
     OperationSequence.of(pair[0]).call(
-        "nothing", lambda: ("one that sends nothing", lambda x: None, False, 1)
+        "nothing", lambda **_: ("one that sends nothing", lambda x: None), timeout=1
     )
     runs = [Running(rankwire.all_reduce, backend, np.ones(3)) for backend in pair]
     for run in runs:
@@ -442,7 +442,7 @@ def test_a_rank_that_fails_says_why(make_world):
             begin = time.monotonic()
             with pytest.raises(RuntimeError) as caught:
                 OperationSequence.of(backend).call(
-                    "printing", lambda: ("printing()", steps, False, 30)
+                    "printing", lambda **_: ("printing()", steps), timeout=30
                 )
             assert time.monotonic() - begin < SOON
             return caught.value

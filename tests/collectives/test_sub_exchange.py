@@ -28,7 +28,7 @@ def among(members, algorithm):
 
 
 def call(backend, run, timeout=None):
-    return OperationSequence.of(backend).call("test", lambda: ("test()", run, False, timeout))
+    return OperationSequence.of(backend).call("test", lambda **_: ("test()", run), timeout=timeout)
 
 
 def test_every_algorithm_sees_ranks_from_0():

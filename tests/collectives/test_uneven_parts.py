@@ -11,7 +11,7 @@ from sums import left_fold, run, same
 
 import rankwire
 from faults.sizes import examples
-from rankwire.collectives.fingerprints import describe_many
+from rankwire.collectives.exchange import describe_many
 from rankwire.errors import (
     CollectiveAbortedError,
     CollectiveMismatchError,

@@ -156,7 +156,9 @@ def test_a_rank_that_is_done_is_not_needed_to_tell_the_others_of_a_failure():
 
     def run(backend):
         limit = 1.0 if backend.rank == 5 else TIMEOUT
-        OperationSequence.of(backend).call("waiting", lambda: ("waiting()", steps, False, limit))
+        OperationSequence.of(backend).call(
+            "waiting", lambda **_: ("waiting()", steps), timeout=limit
+        )
 
     with simulated_world(size, timeout=TIMEOUT) as world:
         runs = start(world, run, absent=[size - 1])

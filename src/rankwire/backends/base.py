@@ -32,6 +32,7 @@ from rankwire.errors import (
 )
 from rankwire.fork import guard, invalidate
 from rankwire.mesh.roll_client import RollClient
+from rankwire.mesh.transport import Operations
 from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel
@@ -94,9 +95,7 @@ class Backend(MessagePosting):
         limit = default_timeout() if timeout is None else timeout
         self.timeout = Deadline(limit, clock).limit
         self.max_message_nbytes = max_message_nbytes
-        # What the collectives keep about this group; theirs alone, but for ``release`` at the end,
-        # ``now``, the words of the one that is under way, ``turn`` and ``epoch``.
-        self.operations: Any = None
+        self.operations: Operations | None = None  # set by the first collective
         self.agreement = Agreement()  # how groups of its ranks come to be
         self.roll = RollClient()  # what its collectives report to the coordinator, and are told
         self._events = PeerEvents()

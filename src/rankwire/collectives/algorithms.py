@@ -8,7 +8,8 @@ for bit. ``docs/collective-algorithms.md`` lists the steps and bytes of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,11 @@ def split(array: Array, parts: int) -> list[Array]:
     """Split an array into parts whose sizes differ by at most one element."""
     count = array.size
     return [array[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
+
+
+def cut(array: Array, counts: Iterable[int]) -> list[Array]:
+    """Cut an array into parts of so many elements each."""
+    return [array[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def pad(array: Array, count: int) -> Array:

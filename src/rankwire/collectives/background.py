@@ -108,6 +108,40 @@ class _Visit:
         self.thread = runtime.get_ident()
 
 
+class _Polls:
+    """How often and how long a worker without work polls. Used under the lock of its background.
+
+    Attributes:
+        left: How many polls without a new task are left until it sleeps until it is woken.
+    """
+
+    __slots__ = ("_clock", "_idle", "_nap", "_submitted", "left")
+
+    def __init__(self, submitted: int, clock: Clock) -> None:
+        self._submitted = submitted
+        self._clock = clock
+        self._idle = Deadline(_IDLE, clock)
+        self._nap = _SOON / 2
+        self.left = 0
+
+    def are_over(self, submitted: int) -> bool:
+        """Count a poll; return whether there was no new task for so long that the worker ends."""
+        if submitted != self._submitted:  # and a waiting thread was faster
+            self._submitted, self.left = submitted, _LOOKS
+            self._nap = min(2 * self._nap, _LONGEST_NAP)
+            self._idle = Deadline(_IDLE, self._clock)
+        elif self.left:
+            self.left -= 1
+        elif self._idle.expired:
+            self._idle = Deadline(_IDLE, self._clock)
+            return True
+        return False
+
+    def pause(self) -> float:
+        """Return the seconds until the next poll."""
+        return self._nap if self.left else self._idle.sleep_limit()
+
+
 class Background:
     """Runs tasks in order, in one thread at a time. Safe from any thread."""
 
@@ -234,8 +268,7 @@ class Background:
 
     def _next(self, worker: runtime.Lock) -> Task | None:
         """Wait for the next task and become its runner; return None if the worker is to end."""
-        idle = Deadline(_IDLE, self.clock)
-        submitted, looks, nap, is_hasty = self._submitted, 0, _SOON / 2, True
+        polls, is_hasty = _Polls(self._submitted, self.clock), True
         while True:
             with self._lock:
                 if self._worker is not worker:
@@ -245,21 +278,11 @@ class Background:
                 if head is not None and (is_hasty or age >= _SOON or head.has_begun):
                     self._runner = worker
                     return head
-                if submitted != self._submitted:  # and a waiting thread was faster
-                    submitted, looks, nap = self._submitted, _LOOKS, min(2 * nap, _LONGEST_NAP)
-                    idle = Deadline(_IDLE, self.clock)
-                elif looks:
-                    looks -= 1
-                elif idle.expired:
-                    if not self._queue and self._runner is None:
-                        self._worker, self._is_called = None, True
-                        return None
-                    idle = Deadline(_IDLE, self.clock)
-                self._is_asleep, self._is_called = True, head is None and not looks
-            if head is not None:
-                is_hasty = self._sleep(worker, _SOON - age)
-            else:
-                is_hasty = self._sleep(worker, nap if looks else idle.sleep_limit())
+                if polls.are_over(self._submitted) and not self._queue and self._runner is None:
+                    self._worker, self._is_called = None, True
+                    return None
+                self._is_asleep, self._is_called = True, head is None and not polls.left
+            is_hasty = self._sleep(worker, polls.pause() if head is None else _SOON - age)
 
     def _sleep(self, worker: runtime.Lock, seconds: float) -> bool:
         """Sleep until woken or the time is over; return whether the worker was woken."""

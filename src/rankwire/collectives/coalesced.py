@@ -6,16 +6,16 @@ done, do not change its arrays or read its results. Every function is safe from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rankwire.backends.base import Backend
 from rankwire.collectives import selection
-from rankwire.collectives.algorithms import split
-from rankwire.collectives.exchange import Array, Exchange
-from rankwire.collectives.fingerprints import describe_many
+from rankwire.collectives.algorithms import cut, split
+from rankwire.collectives.exchange import Array, Exchange, describe_many
 from rankwire.collectives.operands import (
     Operand,
     copy_if_shared,
@@ -23,7 +23,6 @@ from rankwire.collectives.operands import (
     make_target,
     operand,
     part_shape,
-    store_result,
 )
 from rankwire.collectives.reductions import Op, name_of, reduction_of
 from rankwire.collectives.sequence import collective
@@ -54,21 +53,14 @@ def all_reduce_coalesced(
     for target in targets:
         target.check_writable("an array")
 
-    def run(x: Exchange) -> list[Any]:
-        if not targets:
-            selection.meet(x)
-        for part, indices in enumerate(_bundles(targets)):
-            flats = [targets[index].flat() for index in indices]
-            joined = flats[0] if len(flats) == 1 else np.concatenate(flats)
-            r = reductions[indices[0]]
-            x.begin_part(part)
-            selection.all_reduce(x, r.contribution(joined), joined, r, ordered=False)
-            x.settle()
-            _hand_out(joined, [targets[index] for index in indices], flats)
-        return [target.value for target in targets]
+    def move(x: Exchange, indices: list[int], flats: list[Array]) -> None:
+        joined = flats[0] if len(flats) == 1 else np.concatenate(flats)
+        r = reductions[indices[0]]
+        selection.all_reduce(x, r.contribution(joined), joined, r, ordered=False)
+        _hand_out(joined, flats)
 
-    words = describe_many("all_reduce_coalesced", name_of(op), each=kinds_of(targets))
-    return words, run, async_op, timeout
+    run = partial(_run, _bundles(targets), targets, move)
+    return describe_many("all_reduce_coalesced", name_of(op), each=kinds_of(targets)), run
 
 
 @collective
@@ -98,31 +90,20 @@ def all_gather_coalesced(
     shapes = [(size * source.rows, *source.shape[1:]) for source in sources]
     targets = _targets(sources, shapes, out)
 
-    def run(x: Exchange) -> list[Any]:
-        if not sources:
-            selection.meet(x)
-        for part, indices in enumerate(_bundles(sources, by_dtype=False, most=_TOGETHER)):
-            x.begin_part(part)
-            results = [targets[index].flat() for index in indices]
-            if len(indices) == 1:
-                own = copy_if_shared(sources[indices[0]].flat(), targets[indices[0]])
-                selection.all_gather(x, own, results[0])
-            else:
-                flats = [sources[index].flat().view(np.uint8) for index in indices]
-                rows = np.empty((x.size, sum(flat.size for flat in flats)), np.uint8)
-                selection.all_gather(x, np.concatenate(flats), rows.reshape(-1))
-                start = 0
-                for flat, result in zip(flats, results, strict=True):
-                    grid = result.view(np.uint8).reshape(x.size, flat.size)
-                    grid[...] = rows[:, start : start + flat.size]
-                    start += flat.size
-            x.settle()
-            for index, result in zip(indices, results, strict=True):
-                store_result(targets[index], result)
-        return [target.value for target in targets]
+    def move(x: Exchange, indices: list[int], results: list[Array]) -> None:
+        if len(indices) == 1:
+            own = copy_if_shared(sources[indices[0]].flat(), targets[indices[0]])
+            selection.all_gather(x, own, results[0])
+            return
+        flats = [sources[index].flat().view(np.uint8) for index in indices]
+        rows = np.empty((x.size, sum(flat.size for flat in flats)), np.uint8)
+        selection.all_gather(x, np.concatenate(flats), rows.reshape(-1))
+        columns = cut(rows.T, [flat.size for flat in flats])
+        for result, column in zip(results, columns, strict=True):
+            result.view(np.uint8).reshape(column.T.shape)[...] = column.T
 
-    words = describe_many("all_gather_coalesced", each=kinds_of(sources))
-    return words, run, async_op, timeout
+    run = partial(_run, _bundles(sources, by_dtype=False, most=_TOGETHER), targets, move)
+    return describe_many("all_gather_coalesced", each=kinds_of(sources)), run
 
 
 @collective
@@ -152,28 +133,20 @@ def reduce_scatter_coalesced(
     reductions = [reduction_of(op, source) for source in sources]
     targets = _targets(sources, [part_shape(backend, source) for source in sources], out)
 
-    def run(x: Exchange) -> list[Any]:
-        if not sources:
-            selection.meet(x)
-        for part, indices in enumerate(_bundles(sources, most=_TOGETHER)):
-            x.begin_part(part)
-            r = reductions[indices[0]]
-            flats = [targets[index].flat() for index in indices]
-            if len(indices) == 1:
-                own = copy_if_shared(sources[indices[0]].flat(), targets[indices[0]])
-                selection.reduce_scatter(x, r.contribution(own), flats[0], r)
-                joined = flats[0]
-            else:
-                cut = [split(sources[index].flat(), x.size) for index in indices]
-                whole = np.concatenate([parts[rank] for rank in range(x.size) for parts in cut])
-                joined = np.empty(whole.size // x.size, whole.dtype)
-                selection.reduce_scatter(x, r.contribution(whole), joined, r)
-            x.settle()
-            _hand_out(joined, [targets[index] for index in indices], flats)
-        return [target.value for target in targets]
+    def move(x: Exchange, indices: list[int], flats: list[Array]) -> None:
+        r = reductions[indices[0]]
+        if len(indices) == 1:
+            own = copy_if_shared(sources[indices[0]].flat(), targets[indices[0]])
+            selection.reduce_scatter(x, r.contribution(own), flats[0], r)
+            return
+        parts = [split(sources[index].flat(), x.size) for index in indices]
+        whole = np.concatenate([part[rank] for rank in range(x.size) for part in parts])
+        joined = np.empty(whole.size // x.size, whole.dtype)
+        selection.reduce_scatter(x, r.contribution(whole), joined, r)
+        _hand_out(joined, flats)
 
-    words = describe_many("reduce_scatter_coalesced", name_of(op), each=kinds_of(sources))
-    return words, run, async_op, timeout
+    run = partial(_run, _bundles(sources, most=_TOGETHER), targets, move)
+    return describe_many("reduce_scatter_coalesced", name_of(op), each=kinds_of(sources)), run
 
 
 def _operands(arrays: Sequence[Any]) -> list[Operand]:
@@ -192,14 +165,30 @@ def _targets(
     ]
 
 
-def _hand_out(joined: Array, targets: Sequence[Operand], flats: Sequence[Array]) -> None:
-    """Copy parts of a joined result to their targets."""
-    start = 0
-    for target, flat in zip(targets, flats, strict=True):
+def _run(
+    bundles: Sequence[list[int]],
+    targets: Sequence[Operand],
+    move: Callable[[Exchange, list[int], list[Array]], None],
+    x: Exchange,
+) -> list[Any]:
+    """Call ``move`` with the indices and the results of each bundle; return all results."""
+    if not bundles:
+        selection.meet(x)
+    for part, indices in enumerate(bundles):
+        x.begin_part(part)
+        flats = [targets[index].flat() for index in indices]
+        move(x, indices, flats)
+        x.settle()
+        for index, flat in zip(indices, flats, strict=True):
+            targets[index].store(flat)
+    return [target.value for target in targets]
+
+
+def _hand_out(joined: Array, flats: Sequence[Array]) -> None:
+    """Copy the parts of a joined result to their places."""
+    for flat, part in zip(flats, cut(joined, [flat.size for flat in flats]), strict=True):
         if flat is not joined:
-            flat[...] = joined[start : start + flat.size]
-        target.store(flat)
-        start += flat.size
+            flat[...] = part
 
 
 def _bundles(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
-from rankwire.collectives.fingerprints import tag_of
+from rankwire.collectives.exchange import tag_of
 from rankwire.errors import (
     ChannelClosedError,
     CollectiveAbortedError,

@@ -10,14 +10,16 @@ same size on all hosts. Reductions combine the ranks of a host, then the hosts, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
 import numpy as np
 
 from rankwire.collectives import algorithms
-from rankwire.collectives.exchange import Array, Exchange, blocks
+from rankwire.collectives.algorithms import cut
+from rankwire.collectives.exchange import Array, Exchange
 from rankwire.collectives.hosts import Hosts, SubExchange
 from rankwire.collectives.reductions import Reduction
+from rankwire.collectives.slot_algorithms import fold_rows
 from rankwire.collectives.slots import SharedSlots
 from rankwire.wire.frames import Message
 
@@ -46,7 +48,7 @@ def all_reduce(
         slots.meet(inside)
         results = slots.begin(inside, source.dtype, stop - start)
         if hosts.place == 0:
-            _fold(rows, results[0], r.of_parts)
+            fold_rows(rows, results[0], r.of_parts)
             all_reduce(hosts.across(x), results[0], results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
@@ -101,13 +103,13 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
         results = slots.begin(inside, own.dtype, sum(piece.size for piece in pieces))
         by_host = [[pieces[rank].size for rank in group] for group in hosts.groups]
         if hosts.place == 0:
-            whole = _cut(results[0], [sum(sizes) for sizes in by_host])
+            whole = cut(results[0], [sum(sizes) for sizes in by_host])
             ours = zip(rows, by_host[hosts.here], strict=True)
             np.concatenate([row[:size] for row, size in ours], out=whole[hosts.here])
             algorithms.all_gather_directly(hosts.across(x), whole[hosts.here], whole)
             x.settle()
         _publish_and_meet(inside, slots)
-        found = _cut(results[0], list(chain(*by_host)))
+        found = cut(results[0], list(chain(*by_host)))
         for rank, piece in zip(chain(*hosts.groups), found, strict=True):
             pieces[rank][...] = piece
 
@@ -127,13 +129,13 @@ def reduce_scatter(
         ours = [sizes[rank] for rank in hosts.groups[hosts.here]]
         results = slots.begin(inside, out.dtype, sum(ours))
         if hosts.place == 0:
-            cut = [_cut(row, sizes) for row in rows]
-            by_host = [_fold_parts(cut, group, r.of_parts) for group in hosts.groups]
+            parts_of_rows = [cut(row, sizes) for row in rows]
+            by_host = [_fold_parts(parts_of_rows, group, r.of_parts) for group in hosts.groups]
             algorithms.reduce_scatter_directly(hosts.across(x), by_host, results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
         _publish_and_meet(inside, slots)
-        out[start:stop] = _cut(results[0], ours)[hosts.place]
+        out[start:stop] = cut(results[0], ours)[hosts.place]
 
 
 def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytearray] | None:
@@ -156,7 +158,7 @@ def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytea
             head, body = results[0][: table.nbytes], results[0][table.nbytes : total]
             head.view(np.int64)[...] = table
             by_host = [int(table[group].sum()) for group in hosts.groups]
-            parts = _cut(body, by_host)
+            parts = cut(body, by_host)
             pieces = [row[:size] for row, size in zip(rows, sizes, strict=True)]
             np.concatenate(pieces, out=parts[hosts.here])
             algorithms.all_gather_directly(across, parts[hosts.here], parts, has_met=True)
@@ -184,7 +186,7 @@ def _split_by_rank(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
     ranks = [rank for group in hosts.groups for rank in group]
     found = [bytearray()] * size
     for rank, part in zip(
-        ranks, _cut(whole[8 * size :], [sizes[rank] for rank in ranks]), strict=True
+        ranks, cut(whole[8 * size :], [sizes[rank] for rank in ranks]), strict=True
     ):
         found[rank] = bytearray(part.data)
     return found
@@ -225,19 +227,10 @@ def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + most, count)
 
 
-def _cut(array: Array, counts: list[int]) -> list[Array]:
-    return [array[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
-
-
 def _fold_parts(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
     """Return the parts of some ranks, reduced over all rows and joined."""
     counts = [rows[0][rank].size for rank in ranks]
     total = np.empty(sum(counts), r.dtype)
-    for rank, part in zip(ranks, _cut(total, counts), strict=True):
-        _fold([row[rank] for row in rows], part, r)
+    for rank, part in zip(ranks, cut(total, counts), strict=True):
+        fold_rows([row[rank] for row in rows], part, r)
     return total
-
-
-def _fold(rows: list[Array], out: Array, r: Reduction) -> None:
-    for low, high in blocks(out.size, out.dtype):
-        r.fold([row[low:high] for row in rows], len(rows), out[low:high])

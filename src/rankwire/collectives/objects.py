@@ -16,8 +16,7 @@ from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.collectives import algorithms, selection
-from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.fingerprints import describe
+from rankwire.collectives.exchange import Exchange, describe
 from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 from rankwire.wire.frames import Message
@@ -49,13 +48,9 @@ def all_gather_object(
     message = codec.encode(value)
 
     def run(x: Exchange) -> list[Any]:
-        payloads = selection.spread(x, message)
-        if payloads is None:
-            for dst in x.others:
-                x.send_buffers(dst, _STEP, *message)
-        return _receive_all(x, codec, value, payloads)
+        return _receive_all(x, codec, value, _share(x, message, x.others))
 
-    return "all_gather_object()", run, async_op, timeout
+    return "all_gather_object()", run
 
 
 @collective
@@ -74,14 +69,10 @@ def gather_object(
     message = codec.encode(value, peer=root)
 
     def run(x: Exchange) -> list[Any] | None:
-        payloads = selection.spread(x, message)
-        if x.rank == root:
-            return _receive_all(x, codec, value, payloads)
-        if payloads is None:
-            x.send_buffers(root, _STEP, *message)
-        return None
+        payloads = _share(x, message, [] if x.rank == root else [root])
+        return _receive_all(x, codec, value, payloads) if x.rank == root else None
 
-    return describe("gather_object", f"root {root}"), run, async_op, timeout
+    return describe("gather_object", f"root {root}"), run
 
 
 @collective
@@ -100,15 +91,10 @@ def broadcast_object(
     message: Message = codec.encode(value) if backend.rank == root else ([], 0)
 
     def run(x: Exchange) -> Any:
-        payloads = selection.spread(x, message)
-        if x.rank != root:
-            return _receive_value(x, codec, root, payloads)
-        if payloads is None:
-            for dst in x.others:
-                x.send_buffers(dst, _STEP, *message)
-        return value
+        payloads = _share(x, message, x.others if x.rank == root else [])
+        return value if x.rank == root else _receive_value(x, codec, root, payloads)
 
-    return describe("broadcast_object", f"root {root}"), run, async_op, timeout
+    return describe("broadcast_object", f"root {root}"), run
 
 
 @collective
@@ -131,12 +117,9 @@ def scatter_object(
         if x.rank != root:
             return _receive_value(x, codec, root, payloads)
         assert values is not None
-        if payloads is None:
-            for dst in x.others:
-                x.send_buffers(dst, _STEP, *encoded[dst])
         return values[root]
 
-    return describe("scatter_object", f"root {root}"), run, async_op, timeout
+    return describe("scatter_object", f"root {root}"), run
 
 
 @collective
@@ -153,13 +136,18 @@ def all_to_all_object(
     encoded = _encode_all(backend, codec, values)
 
     def run(x: Exchange) -> list[Any]:
-        payloads = selection.distribute(x, encoded)
-        if payloads is None:
-            for dst in x.others:
-                x.send_buffers(dst, _STEP, *encoded[dst])
-        return _receive_all(x, codec, values[x.rank], payloads)
+        return _receive_all(x, codec, values[x.rank], selection.distribute(x, encoded))
 
-    return "all_to_all_object()", run, async_op, timeout
+    return "all_to_all_object()", run
+
+
+def _share(x: Exchange, message: Message, dsts: Sequence[int]) -> list[bytearray] | None:
+    """Return the payloads of all ranks if they fit into shared memory; else send this rank's."""
+    payloads = selection.spread(x, message)
+    if payloads is None:
+        for dst in dsts:
+            x.send_buffers(dst, _STEP, *message)
+    return payloads
 
 
 def _receive_value(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:

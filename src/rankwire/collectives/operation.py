@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from rankwire.collectives.exchange import LOOK_EVERY, Exchange
+from rankwire.collectives.exchange import LOOK_EVERY, Exchange, tag_of
 from rankwire.collectives.failure_reports import failure_notice
-from rankwire.collectives.fingerprints import tag_of
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,

@@ -17,8 +17,7 @@ from typing import Any
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
 from rankwire.collectives import algorithms, selection, uneven_parts
-from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.fingerprints import describe
+from rankwire.collectives.exchange import Exchange, describe
 from rankwire.collectives.operands import (
     copy_if_shared,
     make_root_target,
@@ -81,7 +80,7 @@ def all_reduce(
         return store_result(target, result)
 
     kind = "ordered all_reduce" if ordered else "all_reduce"
-    return describe(kind, r.op, source.dtype_name, source.shape), run, async_op, timeout
+    return describe(kind, r.op, source.dtype_name, source.shape), run
 
 
 @collective
@@ -116,8 +115,7 @@ def reduce(
         selection.reduce(x, r.contribution(own), result, root, r)
         return store_result(target, result)
 
-    what = describe("reduce", r.op, f"root {root}", source.dtype_name, source.shape)
-    return what, run, async_op, timeout
+    return describe("reduce", r.op, f"root {root}", source.dtype_name, source.shape), run
 
 
 @collective
@@ -146,8 +144,7 @@ def broadcast(
             target.store(flat)
         return target.value
 
-    what = describe("broadcast", f"root {root}", target.dtype_name, target.shape)
-    return what, run, async_op, timeout
+    return describe("broadcast", f"root {root}", target.dtype_name, target.shape), run
 
 
 @collective
@@ -167,7 +164,7 @@ def all_gather(
     """
     source = operand(array)
     if uneven_parts.is_list(out):
-        return *uneven_parts.all_gather(backend, source, out), async_op, timeout
+        return uneven_parts.all_gather(backend, source, out)
     shape = (backend.world_size * source.rows, *source.shape[1:])
     target = make_target(source, shape, out)
 
@@ -176,8 +173,7 @@ def all_gather(
         selection.all_gather(x, copy_if_shared(source.flat(), target), result)
         return store_result(target, result)
 
-    what = describe("all_gather", source.dtype_name, source.shape)
-    return what, run, async_op, timeout
+    return describe("all_gather", source.dtype_name, source.shape), run
 
 
 @collective
@@ -196,7 +192,7 @@ def gather(
     """
     source = operand(array)
     if uneven_parts.is_list(out) and backend.rank == check_rank(root, backend.world_size):
-        return *uneven_parts.gather(backend, source, root, out), async_op, timeout
+        return uneven_parts.gather(backend, source, root, out)
     shape = (backend.world_size * source.rows, *source.shape[1:])
     target = make_root_target(backend, source, shape, root, out)
 
@@ -206,8 +202,7 @@ def gather(
         selection.gather(x, own, result, root)
         return store_result(target, result)
 
-    what = describe("gather", f"root {root}", source.dtype_name, source.shape)
-    return what, run, async_op, timeout
+    return describe("gather", f"root {root}", source.dtype_name, source.shape), run
 
 
 @collective
@@ -248,14 +243,12 @@ def scatter(
             return unpack_part(payload, wanted)
         flats = [copy_if_shared(source.flat(), mine) for source in sources]
         messages = [pack_part(*part) for part in zip(sources, flats, strict=True)]
-        if selection.distribute(x, messages) is None:
-            for dst in x.others:
-                x.send_buffers(dst, algorithms.SPREAD_STEP, *messages[dst])
+        selection.distribute(x, messages)
         result = mine.flat()
         result[...] = flats[root]
         return store_result(mine, result)
 
-    return describe("scatter", f"root {root}"), run, async_op, timeout
+    return describe("scatter", f"root {root}"), run
 
 
 @collective
@@ -280,7 +273,7 @@ def reduce_scatter(
         timeout: Seconds for the whole operation; None is the backend's default.
     """
     if uneven_parts.is_list(array):
-        return *uneven_parts.reduce_scatter(backend, array, op, out), async_op, timeout
+        return uneven_parts.reduce_scatter(backend, array, op, out)
     source = operand(array)
     shape = part_shape(backend, source)
     target = make_target(source, shape, out)
@@ -292,8 +285,7 @@ def reduce_scatter(
         selection.reduce_scatter(x, r.contribution(own), result, r)
         return store_result(target, result)
 
-    what = describe("reduce_scatter", r.op, source.dtype_name, source.shape)
-    return what, run, async_op, timeout
+    return describe("reduce_scatter", r.op, source.dtype_name, source.shape), run
 
 
 @collective
@@ -324,13 +316,12 @@ def all_to_all(
         An array of the same shape; with counts, of as many rows as the others send. Or ``out``.
     """
     if uneven_parts.is_list(array) and send_counts is recv_counts is None:
-        return *uneven_parts.all_to_all(backend, array, out), async_op, timeout
+        return uneven_parts.all_to_all(backend, array, out)
     source = operand(array)
     if send_counts is not None or recv_counts is not None:
-        steps = uneven_parts.all_to_all_by_counts(
+        return uneven_parts.all_to_all_by_counts(
             source, send_counts, recv_counts, out, backend.world_size
         )
-        return *steps, async_op, timeout
     part_shape(backend, source)
     target = make_target(source, source.shape, out)
 
@@ -340,11 +331,10 @@ def all_to_all(
         selection.all_to_all(x, own, result)
         return store_result(target, result)
 
-    what = describe("all_to_all", source.dtype_name, source.shape)
-    return what, run, async_op, timeout
+    return describe("all_to_all", source.dtype_name, source.shape), run
 
 
 @collective
 def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
     """Wait until every rank has called this, at a cost of log2(N) messages per rank."""
-    return "barrier()", selection.meet, async_op, timeout
+    return "barrier()", selection.meet

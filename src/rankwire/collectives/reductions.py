@@ -1,11 +1,12 @@
 """Reductions: combine the contributions of all ranks into one array.
 
 Contributions are combined in the order in which they are given. float16 and bfloat16 are added up
-in float32 and rounded once; ``half_types`` converts them. Pure.
+in float32 and rounded once. Pure.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextvars import Context
 from dataclasses import dataclass
@@ -15,13 +16,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rankwire.collectives.half_types import (
-    add_by_torch,
-    from_bfloat16,
-    from_float16,
-    to_bfloat16,
-    to_float16,
-)
 from rankwire.collectives.operands import Array, Operand
 from rankwire.errors import ConfigurationError
 from rankwire.override import override
@@ -46,6 +40,9 @@ _OPS: dict[str, tuple[np.ufunc, str, str]] = {
     "bitwise_xor": (np.bitwise_xor, _WHOLE, _NO_BITS),
 }
 OPS = tuple(_OPS)
+
+_LEAST = 8192  # elements from which torch is faster
+_MOST = 32767  # elements up to which torch uses no other thread
 
 # numpy 2 keeps its error state in the context. To copy this one and call a function in it takes
 # 0.15 us, ``np.errstate`` takes 1.
@@ -268,3 +265,97 @@ class PremultipliedSum(Reduction):
             np.multiply(own, self._factor, out=result)
         else:
             self._narrow(self._widen(own) * self._factor, result)
+
+
+# -- float16 and bfloat16 --------------------------------------------------------------------------
+#
+# numpy has no bfloat16. If the program has loaded torch, torch converts several times as fast; it
+# is never imported here. Both round to nearest even and give the same bits except for NaNs, which
+# numpy converts. Pieces are so small that torch uses only this thread: its other threads may share
+# cores with other ranks.
+
+
+def from_float16(piece: Array) -> Array:
+    """Return float16 values as float32."""
+    if _can_torch(piece):
+        wide = np.empty(piece.size, np.float32)
+        _convert(piece, wide)
+        if not _has_nan(wide):
+            return wide
+    return piece.astype(np.float32)
+
+
+def to_float16(wide: Array, out: Array) -> None:
+    """Round float32 values to float16."""
+    if _can_torch(out) and not _has_nan(wide):
+        _convert(wide, out)
+    else:
+        np.copyto(out, wide, casting="unsafe")
+
+
+def from_bfloat16(piece: Array) -> Array:
+    """Return bfloat16 values as float32: each is the upper half of one."""
+    if _can_torch(piece):
+        wide = np.empty(piece.size, np.float32)
+        _convert(piece, wide)
+        return wide
+    return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(wide: Array, out: Array) -> None:
+    """Round float32 values to bfloat16; NaNs stay NaNs."""
+    if _can_torch(out) and not _has_nan(wide):
+        _convert(wide, out)
+        return
+    bits = wide.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    quiet_nan = (bits >> 16) | 0x0040
+    out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)
+
+
+def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:
+    """Add two arrays of float16, or of bfloat16 as int16, into ``out``, which may be one of them.
+
+    Returns the slices that were skipped because of NaNs; None if torch cannot add these.
+    """
+    if not (_can_torch(first) and _can_torch(second) and _can_torch(out)):
+        return None
+    left, start = [], 0
+    for one, other, place in zip(*map(_parts, (first, second, out)), strict=True):
+        total = one + other
+        largest = total.max().item()  # NaN if there is any
+        if largest == largest:
+            place.copy_(total)
+        else:
+            left.append(slice(start, start + len(one)))
+        start += len(one)
+    return left
+
+
+def _can_torch(narrow: Array) -> bool:
+    """Whether torch is loaded, pays off, and accepts the memory; it warns of read-only memory."""
+    return (
+        narrow.size >= _LEAST
+        and hasattr(sys.modules.get("torch"), "from_numpy")  # another thread may be loading it
+        and narrow.flags.writeable
+        and narrow.flags.c_contiguous
+        and narrow.dtype.isnative
+    )
+
+
+def _has_nan(wide: Array) -> bool:
+    return bool(np.isnan(wide.max()))
+
+
+def _convert(source: Array, target: Array) -> None:
+    for part, place in zip(_parts(source), _parts(target), strict=True):
+        place.copy_(part)
+
+
+def _parts(array: Array) -> Any:
+    """Return an array as tensors of at most ``_MOST`` elements; int16 becomes bfloat16."""
+    torch = sys.modules["torch"]
+    tensor = torch.from_numpy(array)
+    if tensor.dtype == torch.int16:
+        tensor = tensor.view(torch.bfloat16)
+    return tensor.split(_MOST)

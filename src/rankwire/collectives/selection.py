@@ -206,13 +206,18 @@ def spread(x: Exchange, message: Message) -> list[bytearray] | None:
 
 
 def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | None:
-    """Meet, and return what each rank has for this one; None if ranks must send.
+    """Meet, and return what each rank has for this one; None if it is to be received.
 
     ``messages`` has one for each rank, or is empty if this rank sends nothing.
     """
     if x.shared is not None:
-        return slot_algorithms.distribute(x, x.shared, messages)
-    meet(x)
+        found = slot_algorithms.distribute(x, x.shared, messages)
+        if found is not None:
+            return found
+    else:
+        meet(x)
+    for dst in x.others if messages else ():
+        x.send_buffers(dst, algorithms.SPREAD_STEP, *messages[dst])
     return None
 
 

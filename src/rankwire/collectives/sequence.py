@@ -39,14 +39,14 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import renew_in_child
+from rankwire.mesh.transport import Operations
 from rankwire.observe.stacks import show_as
 from rankwire.wire.notices import MOST_BEFORE
 
 P = ParamSpec("P")
 
-# Description (the same on all ranks), steps, whether in the background, and timeout (None is the
-# backend's default).
-Plan = tuple[str, Callable[[Exchange], Any], bool, float | None]
+# An operation's description (the same on all ranks) and its steps.
+Plan = tuple[str, Callable[[Exchange], Any]]
 
 _OF_ANOTHER_RANK = (PeerLostError, ChannelClosedError, CollectiveAbortedError)
 
@@ -75,29 +75,33 @@ class OperationSequence(FailureReports):
         self._background = Background(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
-    def of(cls, backend: Backend) -> OperationSequence:
+    def of(cls, backend: Backend) -> Operations:
         """Return the sequence of a backend; create it if necessary."""
         with _making:
             if backend.operations is None:
                 backend.operations = cls(backend)
-            operations: OperationSequence = backend.operations
-        return operations
+            return backend.operations
 
-    def call(self, name: str, prepare: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run the next operation of the group, here or in the background.
+    def call(self, name: str, prepare: Callable[..., Plan], *args: Any, **kwargs: Any) -> Any:
+        """Run the next operation of the group, here or in the background (``async_op=True``).
 
         ``prepare`` checks its arguments and returns the plan. Returns the result of the steps, or
         the ``Work`` whose ``wait`` returns it.
         """
+        async_op = kwargs.get("async_op", False)
         over = self.backend.broken
         if self.backend.closed:
             over = ChannelClosedError("this backend is closed")
         if over is not None:
-            return self._end_at_once(over.copy(), *prepare(*args, **kwargs))
+            description, _ = prepare(*args, **kwargs)
+            if not async_op:
+                raise over.copy()
+            return self._failed_work(over.copy(), description)
         operation = Operation(self, name)
         task: Task | None = None
         try:
-            description, run, async_op, timeout = prepare(*args, **kwargs)
+            description, run = prepare(*args, **kwargs)
+            timeout = kwargs.get("timeout")
             limit = self.backend.timeout if timeout is None else timeout
             deadline = Deadline(limit, self.backend.clock)
             operation.description, operation.deadline = description, deadline
@@ -117,22 +121,15 @@ class OperationSequence(FailureReports):
                 raise
             raise failure from error.__cause__
 
-    def _end_at_once(
-        self, error: RankwireError, description: str, run: object, async_op: bool, limit: object
-    ) -> Work[Any]:
-        """Raise the error, or return a ``Work`` that raises it."""
-        if not async_op:
-            raise error
+    def _failed_work(self, error: RankwireError, description: str) -> Work[Any]:
         work: Work[Any] = Work(description, self._background, -1)
         work.end(None, error.during(op=description, rank=self.backend.rank))
         return work
 
     def _give_up(self, failed: Operation, task: Task | None, why: BaseException) -> BaseException:
         """End an operation that has failed; return the error to raise. Safe to repeat."""
-        goes_on = task is not None and not self._background.withdraw(
-            task
-        )  # it runs in the background
-        return why if goes_on else failed.give_up(why)
+        runs_on = task is not None and not self._background.withdraw(task)
+        return why if runs_on else failed.give_up(why)
 
     def _task(self, operation: Operation, run: Callable[[Exchange], Any]) -> Task:
         assert operation.sequence is not None
@@ -213,7 +210,11 @@ renew_in_child(_making)
 def collective(
     prepare: Callable[Concatenate[Backend, P], Plan],
 ) -> Callable[Concatenate[Backend, P], Any]:
-    """Make a collective of a function that checks its arguments and returns a plan."""
+    """Make a collective of a function that checks its arguments and returns a plan.
+
+    The function declares ``async_op`` and ``timeout``, keywords that ``OperationSequence.call``
+    reads: it runs the steps in the background, or in this thread until the timeout.
+    """
     name = prepare.__name__
 
     @wraps(prepare)

@@ -64,7 +64,7 @@ def _share_the_work(
     bounds = [at * count // x.size for at in range(x.size + 1)]
     own = slice(bounds[x.rank], bounds[x.rank + 1])
     results = shared.begin(x, out.dtype, count)
-    _fold(rows, own.start, own.stop, results[x.rank], r)
+    fold_rows([row[own] for row in rows], results[x.rank][own], r)
     shared.publish(x, out.nbytes)
     shared.meet(x)
     for rank, result in enumerate(results):
@@ -72,10 +72,9 @@ def _share_the_work(
         out[part] = result[part]
 
 
-def _fold(rows: Sequence[Array], start: int, stop: int, out: Array, r: Reduction) -> None:
-    """Reduce the elements from ``start`` to ``stop``, in blocks that stay in the cache."""
-    for low, high in blocks(stop - start, out.dtype):
-        low, high = start + low, start + high
+def fold_rows(rows: Sequence[Array], out: Array, r: Reduction) -> None:
+    """Reduce the rows into ``out``, in blocks that stay in the cache."""
+    for low, high in blocks(out.size, out.dtype):
         r.fold([row[low:high] for row in rows], len(rows), out[low:high])
 
 
@@ -86,7 +85,7 @@ def reduce(
     rows = shared.put(x, source)
     shared.meet(x)
     if out is not None:
-        _fold(rows, 0, source.size, out, r)
+        fold_rows(rows, out, r)
 
 
 def reduce_scatter(
@@ -96,7 +95,7 @@ def reduce_scatter(
     rows = shared.put(x, source)
     shared.meet(x)
     start = x.rank * out.size
-    _fold([row[start : start + out.size] for row in rows], 0, out.size, out, r)
+    fold_rows([row[start : start + out.size] for row in rows], out, r)
 
 
 def reduce_scatter_parts(
@@ -108,7 +107,7 @@ def reduce_scatter_parts(
     shared.publish(x, rows[x.rank].nbytes)
     shared.meet(x)
     start = sum(part.size for part in parts[: x.rank])
-    _fold([row[start : start + out.size] for row in rows], 0, out.size, out, r)
+    fold_rows([row[start : start + out.size] for row in rows], out, r)
 
 
 def broadcast(x: Exchange, shared: SharedSlots, array: Array, root: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
 
@@ -20,8 +19,7 @@ import numpy as np
 
 from rankwire.backends.base import Backend
 from rankwire.collectives import algorithms, selection
-from rankwire.collectives.exchange import Array, Exchange
-from rankwire.collectives.fingerprints import describe, describe_many
+from rankwire.collectives.exchange import Array, Exchange, describe, describe_many
 from rankwire.collectives.operands import (
     Operand,
     copy_if_shared,
@@ -33,9 +31,8 @@ from rankwire.collectives.operands import (
     store_result,
 )
 from rankwire.collectives.reductions import reduction_of
+from rankwire.collectives.sequence import Plan
 from rankwire.errors import CollectiveMismatchError, ConfigurationError
-
-Steps = tuple[str, Callable[[Exchange], Any]]
 
 _ANY_COUNT = -1  # this rank accepts any number of rows
 
@@ -71,7 +68,7 @@ def parts_of(backend: Backend, value: Any) -> list[Operand]:
     return [source.part(flat, shape) for flat in flats]
 
 
-def all_gather(backend: Backend, source: Operand, out: Sequence[Any]) -> Steps:
+def all_gather(backend: Backend, source: Operand, out: Sequence[Any]) -> Plan:
     """Fill ``out[i]`` with the array of rank i."""
     targets = targets_of(out, backend.world_size)
     _check_own(targets[backend.rank], source, f"out[{backend.rank}]")
@@ -79,7 +76,7 @@ def all_gather(backend: Backend, source: Operand, out: Sequence[Any]) -> Steps:
     return description, _gather_steps(source, targets, out, selection.all_gather_parts)
 
 
-def gather(backend: Backend, source: Operand, root: int, out: Sequence[Any]) -> Steps:
+def gather(backend: Backend, source: Operand, root: int, out: Sequence[Any]) -> Plan:
     """Fill ``out[i]`` at the root with the array of rank i; all have one dtype and shape."""
     targets = targets_of(out, backend.world_size)
     for at, target in enumerate(targets):
@@ -106,7 +103,7 @@ def _gather_steps(
     return run
 
 
-def reduce_scatter(backend: Backend, arrays: Sequence[Any], op: Any, out: Any) -> Steps:
+def reduce_scatter(backend: Backend, arrays: Sequence[Any], op: Any, out: Any) -> Plan:
     """Reduce array i of all ranks into ``out`` of rank i."""
     sources = operands_of(arrays, "array", backend.world_size)
     first = sources[0]
@@ -129,7 +126,7 @@ def reduce_scatter(backend: Backend, arrays: Sequence[Any], op: Any, out: Any) -
     return describe_many("reduce_scatter of a list", r.op, each=kinds_of(sources)), run
 
 
-def all_to_all(backend: Backend, arrays: Sequence[Any], out: Any) -> Steps:
+def all_to_all(backend: Backend, arrays: Sequence[Any], out: Any) -> Plan:
     """Send array i to rank i, and fill ``out[i]`` with the array from rank i."""
     sources = operands_of(arrays, "array", backend.world_size)
     if not is_list(out):
@@ -162,7 +159,7 @@ def all_to_all_by_counts(
     recv_counts: Sequence[int] | None,
     out: Any,
     size: int,
-) -> Steps:
+) -> Plan:
     """Send ``send_counts[i]`` rows to rank i, and join the rows from all ranks."""
     if send_counts is None:
         raise ConfigurationError("recv_counts without send_counts; give both, or send_counts")
@@ -187,7 +184,9 @@ def all_to_all_by_counts(
         target = new_like(source, shape) if given is None else given
         target.check_like(source, shape, "out")
         own, result = copy_if_shared(source.flat(), target), target.flat()
-        algorithms.all_to_all_directly(x, _cut(own, sent, row), _cut(result, received, row))
+        parts = algorithms.cut(own, [row * count for count in sent])
+        places = algorithms.cut(result, [row * count for count in received])
+        algorithms.all_to_all_directly(x, parts, places)
         return store_result(target, result)
 
     return describe("all_to_all uneven", source.dtype_name, source.shape[1:]), run
@@ -257,8 +256,3 @@ def _check_counts(name: str, counts: Sequence[int], size: int) -> list[int]:
     if min(checked) < 0:
         raise ConfigurationError(f"{name} {checked} has a negative count")
     return checked
-
-
-def _cut(flat: Array, counts: Sequence[int], row: int) -> list[Array]:
-    ends = pairwise(accumulate(counts, initial=0))
-    return [flat[start * row : stop * row] for start, stop in ends]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
@@ -309,3 +310,25 @@ class _Received(Expected):
 
     def give_up(self) -> None:
         """Nobody has asked for it."""
+
+
+class Operations(Protocol):
+    """What a backend knows of the collectives of its group, which are a layer above.
+
+    Attributes:
+        turn: The number of the next operation.
+        epoch: The number after the last operation that failed here.
+    """
+
+    turn: int
+    epoch: int
+
+    def call(self, name: str, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the next operation, and return its result."""
+
+    def now(self) -> str:
+        """Return the description of the running operation; empty if none runs."""
+        ...
+
+    def release(self) -> None:
+        """Release what the ranks share: the group is closed."""

@@ -2,7 +2,7 @@
 
 A small collective on one host consists of *steps*, the same on all ranks. In a step, a rank writes
 its bytes into its *slot* and then *publishes* the step with the tag of the operation
-(``collectives.fingerprints``); the other ranks wait for that and read the slot.
+(``collectives.exchange``); the other ranks wait for that and read the slot.
 
 Every rank has two slots, for even and odd steps, so that one can be written while the other is
 read. A rank that writes step k overwrites step k - 2, so it waits until all others have published
