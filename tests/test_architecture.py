@@ -60,6 +60,12 @@ MAY_IMPORT = {
         "device_mesh", "launch",
     },
 }  # fmt: skip
+BELOW_HANDLES = {"wire", "transports", "links"}
+OF_LENT_MEMORY = {
+    "rankwire.wire.loans", "rankwire.links.lender", "rankwire.links.borrower",
+    "rankwire.links.memory",
+}  # fmt: skip
+NAMES_OF_LENT_MEMORY = {"Borrowed", "Lent", "Loan", "Placed", "Queued", "lend"}
 BACKENDS = {"tcp", "simulated", "sub"}  # these do not know each other, and only this one makes one
 MAKES_A_BACKEND = "connect"
 BACKEND_INTERFACE = {
@@ -216,6 +222,16 @@ def test_codec_and_wire_are_pure():
                     assert root not in IMPURE_MODULES, f"{path} imports {module}"
 
 
+def test_lent_memory_ends_in_links():
+    """Above there are messages, buffers and handles, however a message travels."""
+    for path in modules():
+        if layer_of(path) in BELOW_HANDLES:
+            continue
+        for module, _ in imports(path):
+            assert module not in OF_LENT_MEMORY, f"{path} imports {module}"
+            assert module.split(".")[-1] not in NAMES_OF_LENT_MEMORY, f"{path} imports {module}"
+
+
 def test_only_links_touch_sockets_and_wait_for_them():
     for path in modules():
         if layer_of(path) not in ABOVE_LINKS or path in BEFORE_A_WORLD:
@@ -335,7 +351,7 @@ OWN_WAITS = {
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
 # What has a ``wait`` of its own that is given a deadline, and so the clock.
-WAITS_BY_DEADLINE = {"reply", "offer", "_offer", "lent", "_inbox", "_stop_signal", "self"}
+WAITS_BY_DEADLINE = {"reply", "offer", "sent", "lent", "_inbox", "_stop_signal", "self"}
 TIMED_BY_ASYNCIO = {"wait_for", "timeout", "call_later", "call_at"}
 
 

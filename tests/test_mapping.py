@@ -24,7 +24,6 @@ SHOWN_IN = {
     "transports/pipe": "transports/test_memory_stream.py",
     "links/event_thread": "links/test_acceptor.py",
     "backends/receiving": "backends/test_payloads.py",
-    "backends/sub_messages": "backends/test_sub.py",
     # Not in a folder "torch", which would be found as the package where there is none.
     "torch/group": "torch_programs/test_group.py",
     "torch/group_operations": "torch_programs/test_group.py",
@@ -60,6 +59,8 @@ SHOWN_IN = {
     "backends/arguments": "backends/test_base.py",
     "backends/group_ranks": "backends/test_sub.py",
     "transports/tls_contexts": "transports/test_tls.py",
+    "links/receive_handle": "links/test_first_receive.py",
+    "links/send_handle": "links/test_outbox.py",
     "links/borrower": "links/test_single_copy.py",
     "links/lender": "links/test_single_copy.py",
     "codec/value_reader": "codec/test_codec.py",

@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rankwire.backends.payloads import copy_into, share_memory, to_array
+from rankwire.backends.payloads import read_array, share_memory
+from rankwire.deadline import AT_ONCE
 from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
@@ -27,10 +28,12 @@ from rankwire.errors import (
     UnsupportedTypeError,
 )
 from rankwire.links.memory import allocate
+from rankwire.links.receive_handle import ReceiveHandle
 from rankwire.testing import simulated_world, tcp_world
 from rankwire.testing.ranks import sub_world
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.loans import LoanRevokedError, Parcel
+from rankwire.wire.frames import UnreadPayload
+from rankwire.wire.receive import MessageWithdrawnError, copy_payload
 from worlds import PATIENCE, Running, eventually
 
 WORLDS = {
@@ -450,7 +453,7 @@ def test_an_exchange_goes_on_when_the_rank_that_took_the_array_goes(lending):
 # -- payloads that are still with their sender
 
 
-class Lent(Parcel):
+class Lent(UnreadPayload):
     """A payload elsewhere; counts the bytes that are read, and whether it was given back."""
 
     def __init__(self, data, *, revoked_after=None):
@@ -469,17 +472,43 @@ class Lent(Parcel):
         self.nbytes_read += len(view)
         if self._revoked_after is not None and self.nbytes_read > self._revoked_after:
             view[:] = b"\xee" * len(view)
-            raise LoanRevokedError("the sender took the message back")
+            raise MessageWithdrawnError("the sender took the message back")
 
     def whole(self):
         memory = allocate(len(self))
         self.read_into(0, memoryview(memory))
-        self.give_back()
+        self.release()
         return memory
 
-    def give_back(self):
+    def release(self):
         self.given_back += 1
         return True
+
+
+class Arrived(ReceiveHandle):
+    """A message that has come."""
+
+    def __init__(self, payload):
+        super().__init__()
+        self._wait = lambda deadline: payload
+
+    def _wait(self, deadline):
+        raise NotImplementedError
+
+    def post(self):
+        pass
+
+    def give_up(self):
+        pass
+
+
+def read_and_release(payload, read):
+    return Arrived(payload).take_now(AT_ONCE, read)
+
+
+def to_array(payload, out):
+    """Return the array of a message, as ``recv_array`` does."""
+    return read_and_release(payload, partial(read_array, out=out))
 
 
 def array_parcel(array, **options):
@@ -489,10 +518,10 @@ def array_parcel(array, **options):
 def test_copying_reads_what_is_asked_for_and_gives_back():
     for payload in (Lent(b"0123456789"), bytearray(b"0123456789")):
         target = bytearray(7)
-        copy_into(payload, memoryview(target), 3)
+        read_and_release(payload, partial(copy_payload, view=memoryview(target), start=3))
         assert target == b"3456789"
     parcel = Lent(b"0123456789")
-    copy_into(parcel, memoryview(target), 3)
+    read_and_release(parcel, partial(copy_payload, view=memoryview(target), start=3))
     assert (parcel.nbytes_read, parcel.given_back) == (7, 1)
 
 
@@ -531,7 +560,7 @@ def test_of_what_no_array_can_be_made_only_the_head_is_read(parcel, out, error):
 def test_what_was_taken_back_meanwhile_is_said_to_be(after):
     array = numbered(1000)
     for out in (None, np.zeros(1000, "<f4"), np.zeros(2000, "<f4")[::2]):
-        with pytest.raises(LoanRevokedError):
+        with pytest.raises(MessageWithdrawnError):
             to_array(array_parcel(array, revoked_after=after), out)
 
 

@@ -87,7 +87,7 @@ def assert_lost(command, rank: int, since: float) -> None:
 
 @pytest.mark.fault(1, "a killed rank ends what needs it, also a send half-way, and nothing else")
 def test_a_killed_rank_ends_everything_that_needs_it_and_nothing_else(transport):
-    """Also a send in the middle of a message; ``test_bulk`` has those that are lent."""
+    """Also a send in the middle of a message; ``test_lookout`` has those that are lent."""
     with process_world(4, transport=transport, single_copy=False) as ranks:
         introduce(*ranks)
         victim, others = ranks[3], ranks[:3]

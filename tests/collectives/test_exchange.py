@@ -21,18 +21,17 @@ from rankwire.collectives.exchange import (
     tag_of,
 )
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, SizeMismatchError
-from rankwire.mesh.transport import Offer
 from rankwire.testing import simulated_world
-from rankwire.wire.frames import Channel
-from rankwire.wire.loans import Parcel
+from rankwire.wire.frames import Channel, UnreadPayload
 from real_time import Deadline
 
 
-class Lying(Parcel):
+class Lying(UnreadPayload):
     """A payload that lies with its sender; it counts how it is used."""
 
     def __init__(self, payload):
         self.payload = payload
+        self.translate = None
         self.reads = []
         self.returned = 0
 
@@ -44,10 +43,10 @@ class Lying(Parcel):
         view[:] = self.payload[start : start + len(view)]
 
     def whole(self):
-        self.give_back()
+        self.release()
         return bytearray(self.payload)
 
-    def give_back(self):
+    def release(self):
         self.returned += 1
 
 
@@ -102,7 +101,7 @@ def test_a_piece_that_lies_with_its_sender_is_read_once_and_given_back():
     piece.block(3, 7, np.empty(5, np.int32))
     assert payload.reads == [(12, 16)]
     assert not payload.returned
-    piece.give_back()
+    piece.release()
     assert payload.returned == 1
     payload = Lying(np.arange(10, dtype=np.int32).tobytes())
     Piece(payload, np.dtype(np.int32)).copy_into(np.empty(10, np.int32))
@@ -113,7 +112,7 @@ def test_an_empty_piece():
     piece = Piece(bytearray(), np.dtype("f8"))
     assert len(piece) == 0
     piece.copy_into(np.empty(0))
-    piece.give_back()
+    piece.release()
 
 
 # -- who is there ----------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ class Lending:
         return self.offers[-1]
 
 
-class OfferTo(Offer):
+class OfferTo:
     def __init__(self, dst):
         self.dst = dst
         self.taken = threading.Event()

@@ -18,7 +18,8 @@ from rankwire import (
     current_call,
 )
 from rankwire.deadline import Deadline
-from rankwire.links.connection import Connection
+from rankwire.links.send_handle import SendHandle
+from rankwire.mesh import call_port
 from rankwire.rpc import call_inquiries
 from worlds import (
     LEND_FROM,
@@ -197,24 +198,24 @@ def test_f44_a_cancelled_function_cannot_call_any_more(agents):
 def test_f44_a_cancel_in_the_middle_of_offering_a_reply_takes_it_back(agents, monkeypatch):
     """The cancel comes after the offer was sent and before the port has noted it."""
     offered, go_on, settled = threading.Event(), threading.Event(), []
-    offer, settle = Connection.offer, Connection.settle
+    offer, settle = call_port.offer, SendHandle.settle
 
-    def slow_offer(self, *args, **kwargs):
-        lent = offer(self, *args, **kwargs)
+    def slow_offer(*args, **kwargs):
+        lent = offer(*args, **kwargs)
         if lent is not None and threading.current_thread().name == "rankwire-serving":
             offered.set()
             assert go_on.wait(PATIENCE)
         return lent
 
-    def timed_settle(self, lent, deadline, **kwargs):
+    def timed_settle(self, deadline):
         begin = time.monotonic()
         try:
-            return settle(self, lent, deadline, **kwargs)
+            return settle(self, deadline)
         finally:
             settled.append(time.monotonic() - begin)
 
-    monkeypatch.setattr(Connection, "offer", slow_offer)
-    monkeypatch.setattr(Connection, "settle", timed_settle)
+    monkeypatch.setattr(call_port, "offer", slow_offer)
+    monkeypatch.setattr(SendHandle, "settle", timed_settle)
     agents[1].register("large", lambda: np.zeros(2 * LEND_FROM, np.uint8))
     future = agents[0].rpc_async(1, "large", timeout=60)
     if not offered.wait(PATIENCE / 2):
@@ -224,7 +225,7 @@ def test_f44_a_cancel_in_the_middle_of_offering_a_reply_takes_it_back(agents, mo
     go_on.set()
     eventually(lambda: not agents[1]._server.active)
     assert settled[0] < PATIENCE  # it is taken back long before the call's own deadline
-    assert not agents[1]._port._lent
+    assert not agents[1]._port._sending
 
 
 def _active(agent):

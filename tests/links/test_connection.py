@@ -28,8 +28,10 @@ from rankwire.links import connection as connection_module
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.lender import lend
-from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel
-from rankwire.wire.loans import LoanRefusedError, LoanRevokedError, pack_loan, whole_of
+from rankwire.links.send_handle import offer
+from rankwire.wire.frames import HEADER_NBYTES, LOAN, Channel, whole_of
+from rankwire.wire.loans import LoanRefusedError, pack_loan
+from rankwire.wire.receive import MessageWithdrawnError
 from rankwire.wire.seals import Protection, make_seals
 from real_time import Deadline
 from worlds import LEND_FROM, PATIENCE, Running, eventually, noting
@@ -755,7 +757,7 @@ def test_a_loan_keeps_its_place_among_small_frames(lending):
     [third] = read(far)
     assert [first.envelope[2], second.envelope[2], third.envelope[2]] == [0, 1, 2]
     assert not sending.done
-    second.payload.give_back()
+    second.payload.release()
     sending.result(SOON)
 
 
@@ -799,18 +801,18 @@ def test_a_peer_that_has_not_introduced_itself_gets_the_bytes(make_pair):
 def test_an_offer_does_not_wait_and_is_settled_later(lending):
     near, far = lending
     payload = noise(LARGE)
-    lent = near.offer((0, Channel.MESSAGE, 1), ([payload], LARGE), Deadline(PATIENCE))
+    lent = offer(near, (0, Channel.MESSAGE, 1), ([payload], LARGE), Deadline(PATIENCE))
     assert lent is not None
-    assert not near.wait_for_receipt(lent, Deadline(0.02))
+    assert not lent.wait(Deadline(0.02))
     [frame] = read(far)
     assert whole_of(frame.payload) == payload
-    assert near.wait_for_receipt(lent, Deadline(PATIENCE))
-    near.settle(lent, Deadline(0.0))
+    assert lent.wait(Deadline(PATIENCE))
+    lent.settle(Deadline(0.0))
 
 
 def test_an_offer_of_what_is_not_lent_has_been_sent(make_pair):
     for near, far in (make_pair(), make_pair("tcp")):
-        assert near.offer((0, Channel.MESSAGE, 1), ([b"abc"], 3), Deadline(PATIENCE)) is None
+        assert offer(near, (0, Channel.MESSAGE, 1), ([b"abc"], 3), Deadline(PATIENCE)) is None
         assert read(far)[0].payload == b"abc"
 
 
@@ -841,7 +843,7 @@ def test_a_withdrawn_loan_says_so_to_whoever_takes_it(lending):
     with pytest.raises(DeadlineExceededError):
         send(near, noise(LARGE), timeout=0.05)
     [frame] = read(far)
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         whole_of(frame.payload)
     assert far.failure is None
 
@@ -882,7 +884,7 @@ def test_a_lender_is_woken_by(lending, end):
     else:
         near.close()
     assert isinstance(sending.error(SOON), ChannelClosedError)
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         whole_of(frame.payload)
 
 
@@ -893,7 +895,7 @@ def test_a_lender_does_not_mistake_a_message_to_it_for_the_end(lending):
     [frame] = read(far)
     time.sleep(0.12)
     assert not sending.done
-    frame.payload.give_back()
+    frame.payload.release()
     sending.result(SOON)
     assert [frame.payload for frame in read(near)] == [b"unread"]
 
@@ -904,8 +906,8 @@ def test_a_lender_does_not_mistake_a_message_that_looks_like_a_farewell_for_the_
     sending = Running(send, near, noise(LARGE))
     [frame] = read(far)
     time.sleep(0.12)
-    with suppress(LoanRevokedError):
-        frame.payload.give_back()
+    with suppress(MessageWithdrawnError):
+        frame.payload.release()
     sending.result(SOON)
     assert near.failure is None
 
@@ -987,10 +989,10 @@ def test_a_loan_of_memory_that_cannot_be_read_is_refused_and_sent_in_another_way
     description = pack_loan(lent.number, lent.address, lent.address + 8, [(8, 99)], 99)
     link.raw.sendall(loan_frame(description))
     [frame] = read(link.connection)
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         whole_of(frame.payload)
     with pytest.raises(LoanRefusedError):
-        lent.settle(Deadline(PATIENCE), 1, lambda: None, None)
+        lent.wait(Deadline(PATIENCE), lambda: None, None)
     assert link.connection.failure is None
 
 
@@ -1023,7 +1025,7 @@ def test_garbage_in_a_loan_gives_a_parcel_or_a_protocol_error_and_nothing_else()
                 taken += 1
             except ProtocolError:
                 refused += 1
-            except (PeerLostError, LoanRevokedError):
+            except (PeerLostError, MessageWithdrawnError):
                 unreadable += 1
         connection.close()
     lent.revoke()

@@ -10,7 +10,7 @@ from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
 from rankwire.transports.bells import PollBell
 from rankwire.transports.spin import Spin
-from rankwire.wire.frames import Channel
+from rankwire.wire.frames import Channel, whole_of
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Receive
 from real_time import Deadline
@@ -40,7 +40,9 @@ class Several:
 
     def receive(self, order=(0, 1, 2), nbytes=None):
         inboxes = [self.inboxes[rank] for rank in order]
-        return FirstReceive(inboxes, ENVELOPE, nbytes, lambda: PollBell(Spin(0.0, REAL_TIME)))
+        receive = FirstReceive(inboxes, ENVELOPE, nbytes, lambda: PollBell(Spin(0.0, REAL_TIME)))
+        receive.sources = list(order)
+        return receive
 
     def take(self, rank):
         return self.inboxes[rank].take(Receive(ENVELOPE), Deadline(0.0))
@@ -55,10 +57,10 @@ def test_the_first_message_is_taken_and_the_others_stay(several):
     for rank in (2, 1):
         several.send(rank, b"of %d" % rank)
     first = several.receive()
-    assert first.source is None
-    assert first.take(Deadline(PATIENCE)) == b"of 1"
-    assert first.source == 1
-    assert first.take(Deadline(PATIENCE)) == b"of 1", "again"
+    assert first.index == 0
+    assert first.take(Deadline(PATIENCE), whole_of) == b"of 1"
+    assert first.sources[first.index] == 1
+    assert first.take(Deadline(PATIENCE), whole_of) == b"of 1", "again"
     assert several.take(2) == b"of 2"
     assert not any(inbox.wanted() for inbox in several.inboxes)
 
@@ -68,13 +70,13 @@ def test_those_whose_turn_it_is_come_first_though_others_were_read_before(severa
     several.inboxes[0].read_available()
     several.send(1, b"of 1")
     first = several.receive(order=(1, 2, 0))
-    assert (first.take(Deadline(PATIENCE)), first.source) == (b"of 1", 1)
+    assert (first.take(Deadline(PATIENCE), whole_of), first.sources[first.index]) == (b"of 1", 1)
     assert several.take(0) == b"of 0"
 
 
 def test_a_message_that_another_thread_reads_ends_the_wait(several):
     first = several.receive()
-    waiting = Running(first.take, Deadline(PATIENCE))
+    waiting = Running(first.take, Deadline(PATIENCE), whole_of)
     eventually(lambda: several.inboxes[1].wanted())
     reading = Running(several.inboxes[1].take, Receive((0, Channel.MESSAGE, 6)), Deadline(PATIENCE))
     several.send(1, b"for the first")
@@ -85,7 +87,7 @@ def test_a_message_that_another_thread_reads_ends_the_wait(several):
 
 def test_who_leaves_has_another_one_read(several):
     first = several.receive()
-    waiting = Running(first.take, Deadline(PATIENCE))
+    waiting = Running(first.take, Deadline(PATIENCE), whole_of)
     reading = Running(several.inboxes[0].take, Receive((0, Channel.MESSAGE, 6)), Deadline(PATIENCE))
     several.send(1, b"it goes")
     assert waiting.result() == b"it goes"
@@ -101,7 +103,7 @@ def test_when_one_has_come_none_is_held_for_it_elsewhere(several):
     several.send(1, b"of 1")
     several.inboxes[1].read_available()
     assert several.take(1) == b"of 1"
-    assert first.take(Deadline(0.0)) == b"of 0"
+    assert first.take(Deadline(0.0), whole_of) == b"of 0"
 
 
 def test_given_up_it_leaves_what_has_come(several):
@@ -118,10 +120,10 @@ def test_given_up_it_leaves_what_has_come(several):
 def test_a_deadline_leaves_it_asked_for(several):
     first = several.receive()
     with pytest.raises(DeadlineExceededError) as caught:
-        first.take(Deadline(0.01))
+        first.take(Deadline(0.01), whole_of)
     assert caught.value.waiting_for == [0, 1, 2]
     several.send(2, b"late")
-    assert first.take(Deadline(PATIENCE)) == b"late"
+    assert first.take(Deadline(PATIENCE), whole_of) == b"late"
 
 
 def test_the_loss_of_some_does_not_end_it_that_of_all_does(several):
@@ -129,9 +131,9 @@ def test_the_loss_of_some_does_not_end_it_that_of_all_does(several):
     several.inboxes[0].fail(ChannelClosedError("it has left"))
     several.inboxes[1].fail(PeerLostError(1, "it is gone"))
     with pytest.raises(DeadlineExceededError) as caught:
-        first.take(Deadline(0.01))
+        first.take(Deadline(0.01), whole_of)
     assert caught.value.waiting_for == [2]
-    waiting = Running(first.take, Deadline(PATIENCE))
+    waiting = Running(first.take, Deadline(PATIENCE), whole_of)
     several.inboxes[2].fail(ChannelClosedError("it has left"))
     assert waiting.error().peer == 1
 
@@ -144,7 +146,7 @@ def test_in_turn_no_inbox_is_starved_by_one_that_was_read_before(several):
     for _ in range(9):
         order = [(last + step) % 3 for step in (1, 2, 3)]
         first = several.receive(order)
-        first.take(Deadline(PATIENCE))
-        last = first.source
+        first.take(Deadline(PATIENCE), whole_of)
+        last = first.sources[first.index]
         got.append(last)
     assert got == [0, 1, 2] * 3

@@ -23,8 +23,7 @@ from rankwire.errors import (
 from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.wire.frames import Channel
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Channel, whole_of
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Destination, Placed, PostedReceive, Receive
 from real_time import Deadline
@@ -409,7 +408,7 @@ def test_an_interrupt_anywhere_in_fetching_what_is_lent_leaves_it_readable(make_
             part = bytearray(3)
             got.read_into(5, memoryview(part))
             assert part == large(1)[5:8]
-            got.give_back()
+            got.release()
         else:
             assert got == large(1)
         sending.result(SOON)

@@ -8,6 +8,7 @@ import pytest
 from interrupts import Interrupt, every_interrupt
 from links.ends import read
 from rankwire.errors import ChannelClosedError, DeadlineExceededError
+from rankwire.links import send_handle
 from rankwire.wire.frames import Channel
 from real_time import Deadline
 from worlds import PATIENCE, Running
@@ -20,7 +21,7 @@ def envelope(tag):
 
 
 def post(connection, data, tag=0):
-    return connection.post(envelope(tag), ((data,), len(data)))
+    return send_handle.post(connection, envelope(tag), ((data,), len(data)))
 
 
 def read_all(connection, count):
@@ -47,12 +48,12 @@ def test_what_waits_leaves_in_order_before_what_is_sent_later(connections):
     first, second = post(near, big, 0), post(near, big, 1)
     assert first is not None
     assert post(near, b"small", 2) is not None
-    assert not near.has_left(first)
+    assert not first.is_over()
     assert near.queued_nbytes >= 8 * MIB
     reading = Running(read_all, far, 4)
     near.send(envelope(3), ((b"last",), 4), Deadline(PATIENCE))
-    assert near.has_left(first)
-    assert near.has_left(second)
+    assert first.is_over()
+    assert second.is_over()
     assert reading.result() == [(0, big), (1, big), (2, b"small"), (3, b"last")]
 
 
@@ -61,9 +62,9 @@ def test_waiting_for_one_does_not_wait_for_the_next(connections):
     near.lend_from = 1 << 60
     first, second = post(near, bytes(4 * MIB), 0), post(near, bytes(64 * MIB), 1)
     reading = Running(read_all, far, 1)
-    assert near.finish(first, Deadline(PATIENCE), None)
+    assert first.wait(Deadline(PATIENCE))
     reading.result()
-    assert not near.finish(second, Deadline(0.05), None)
+    assert not second.wait(Deadline(0.05))
 
 
 def test_what_has_not_begun_is_taken_back_and_the_rest_goes_on(connections):
@@ -71,11 +72,11 @@ def test_what_has_not_begun_is_taken_back_and_the_rest_goes_on(connections):
     near.lend_from = 1 << 60
     big = bytes(8 * MIB)
     first, second, third = post(near, big, 0), post(near, big, 1), post(near, b"third", 2)
-    assert not near.take_back(second)
-    assert not near.take_back(second), "again"
+    assert not second.revoke()
+    assert not second.revoke(), "again"
     reading = Running(read_all, far, 2)
-    assert near.finish(third, Deadline(PATIENCE), None)
-    assert near.has_left(first)
+    assert third.wait(Deadline(PATIENCE))
+    assert first.is_over()
     assert reading.result() == [(0, big), (2, b"third")]
 
 
@@ -84,7 +85,7 @@ def test_of_what_has_begun_the_rest_is_copied(connections):
     near.lend_from = 1 << 60
     data = bytearray(8 * MIB)
     posted = post(near, data)
-    assert near.take_back(posted)
+    assert posted.revoke()
     data[:] = b"x" * len(data)
     reading = Running(read_all, far, 2)
     near.send(envelope(1), ((b"next",), 4), Deadline(PATIENCE))
@@ -97,7 +98,7 @@ def test_a_failed_connection_ends_the_wait(connections):
     posted = post(near, bytes(8 * MIB))
     near.fail(ChannelClosedError("it is over"))
     with pytest.raises(ChannelClosedError):
-        near.finish(posted, Deadline(PATIENCE), None)
+        posted.wait(Deadline(PATIENCE))
     with pytest.raises(ChannelClosedError):
         post(near, b"x")
 
@@ -128,7 +129,7 @@ def test_an_interrupt_anywhere_in_sending_what_waits(connections):
         with suppress(Interrupt), interrupting:
             for one in posted:
                 if one is not None:
-                    near.finish(one, Deadline(PATIENCE), None)
+                    one.wait(Deadline(PATIENCE))
         near.send(envelope(tag), ((b"end",), 3), Deadline(PATIENCE))
         assert reading.result() == [(tag, data), (tag, data), (tag, b"end")]
 

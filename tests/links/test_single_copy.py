@@ -10,6 +10,7 @@ import random
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,10 @@ from rankwire.links import memory as process_memory
 from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
 from rankwire.links.memory import probe
+from rankwire.links.send_handle import SendHandle
 from rankwire.transports.stream import SocketStream, stream_of
-from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, LoanRevokedError, unpack_loan
+from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, unpack_loan
+from rankwire.wire.receive import MessageWithdrawnError
 from real_time import Deadline
 from worlds import PATIENCE, Running, spawn_ranks
 
@@ -71,8 +74,18 @@ def no_end():
     """The connection stands."""
 
 
+def handle_of(lent, look_for_end=no_end, meanwhile=None, peer=1):
+    """Return the handle of a loan on a connection that cannot send it by stream."""
+
+    def send_small(*message):
+        raise LoanRefusedError("there is no stream")
+
+    connection = SimpleNamespace(peer=peer, look_for_end=look_for_end, send_small=send_small)
+    return SendHandle(connection, lent, (0, 0, 0), ((), 0), meanwhile, None)
+
+
 def settle(lent, timeout=PATIENCE, *, look_for_end=no_end, meanwhile=None):
-    lent.settle(Deadline(timeout), 1, look_for_end, meanwhile)
+    handle_of(lent, look_for_end, meanwhile).settle(Deadline(timeout))
 
 
 def pattern(nbytes, seed=0):
@@ -106,7 +119,7 @@ def test_words_stay_where_they_are_when_all_loans_around_them_were_revoked():
     del loans, lent
     gc.collect()
     assert all(parcel.is_revoked for parcel in parcels)
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         parcels[0].whole()
     assert not failures
 
@@ -146,7 +159,7 @@ def test_any_part_can_be_read_wherever_the_pieces_are_cut(sizes, data):
         start = data.draw(st.integers(0, len(whole)))
         nbytes = data.draw(st.integers(0, len(whole) - start))
         assert read(loaned.parcel, start, nbytes) == whole[start : start + nbytes]
-    loaned.parcel.give_back()
+    loaned.parcel.release()
     settle(loaned.lent)
 
 
@@ -198,11 +211,11 @@ def test_the_lender_keeps_the_memory_alive():
 def test_a_parcel_says_what_it_is():
     loaned = Loaned(b"abc")
     assert repr(loaned.parcel) == "<Borrowed 3 bytes of rank 1, lent>"
-    loaned.parcel.give_back()
+    loaned.parcel.release()
     assert repr(loaned.parcel) == "<Borrowed 3 bytes of rank 1, given back>"
     loaned = Loaned(b"abcd")
     loaned.lent.revoke()
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         loaned.parcel.whole()
     assert repr(loaned.parcel) == "<Borrowed 4 bytes of rank 1, revoked>"
 
@@ -215,12 +228,12 @@ def test_reading_is_no_receipt_but_giving_back_is():
     assert read(loaned.parcel) == b"abc"
     assert not loaned.lent.is_settled
     for _ in range(2):
-        loaned.parcel.give_back()
+        loaned.parcel.release()
         assert loaned.lent.is_settled
     settle(loaned.lent, 0.0)
 
 
-@pytest.mark.parametrize("how", ["whole", "give_back"])
+@pytest.mark.parametrize("how", ["whole", "release"])
 def test_a_parcel_is_given_back_by(how):
     loaned = Loaned(b"abc")
     getattr(loaned.parcel, how)()
@@ -229,7 +242,7 @@ def test_a_parcel_is_given_back_by(how):
 
 def test_what_was_given_back_unread_cannot_be_read_any_more():
     loaned = Loaned(b"abc")
-    loaned.parcel.give_back()
+    loaned.parcel.release()
     with pytest.raises(ProtocolError, match="given back"):
         read(loaned.parcel)
     with pytest.raises(ProtocolError, match="given back"):
@@ -248,9 +261,9 @@ def test_a_revoked_loan_cannot_be_read_from_then_on():
         loaned.lent.revoke()
     memory[:] = b"after!"
     for take in (lambda: read(loaned.parcel), loaned.parcel.whole, lambda: read(loaned.parcel, 5)):
-        with pytest.raises(LoanRevokedError):
+        with pytest.raises(MessageWithdrawnError):
             take()
-    loaned.parcel.give_back()
+    loaned.parcel.release()
     assert not loaned.lent.is_settled, "a receipt for what was never read"
     assert not loaned.failures, "the connection has nothing to do with it"
 
@@ -266,7 +279,7 @@ def test_a_loan_that_was_revoked_and_unmapped_is_revoked_and_nothing_worse(first
     loaned.lent.revoke()
     view.release()
     memory.close()
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         read(loaned.parcel)
     assert not loaned.failures
 
@@ -284,7 +297,7 @@ def test_memory_that_cannot_be_read_although_it_is_lent_is_refused():
             REAL_TIME,
             reported(failures),
         )
-        with pytest.raises(LoanRevokedError):
+        with pytest.raises(MessageWithdrawnError):
             parcel.whole()
         assert not failures
     assert not loaned.lent.is_settled
@@ -309,7 +322,7 @@ def test_a_process_that_is_gone_is_a_lost_peer():
     with pytest.raises(PeerLostError, match="No such process"):
         read(parcel)
     assert [failure.peer for failure in failures] == [1]
-    parcel.give_back()  # there is nobody to give it to
+    parcel.release()  # there is nobody to give it to
 
 
 def test_what_was_scribbled_on_after_a_revoke_never_surfaces():
@@ -343,7 +356,7 @@ def test_what_was_scribbled_on_after_a_revoke_never_surfaces():
         number, parcel = shelf[0]
         try:
             parcel.read_into(0, target.data)
-        except LoanRevokedError:
+        except MessageWithdrawnError:
             revoked += 1
             shelf.pop()
         else:
@@ -362,7 +375,7 @@ def test_the_words_of_a_settled_loan_are_used_again():
     addresses = set()
     for _ in range(10_000):
         loaned = Loaned(b"abc")
-        loaned.parcel.give_back()
+        loaned.parcel.release()
         settle(loaned.lent, 0.0)
         addresses.add(loaned.lent.address)
     assert len(addresses) < 10
@@ -377,8 +390,8 @@ def test_the_words_of_a_loan_revoked_without_a_receipt_are_never_used_again():
     assert len({loaned.lent.address for loaned in others}) == 6000
     assert not words & {loaned.lent.address for loaned in others}
     for loaned in revoked:
-        with pytest.raises(LoanRevokedError):
-            loaned.parcel.give_back()  # it had read everything when the loan was revoked
+        with pytest.raises(MessageWithdrawnError):
+            loaned.parcel.release()  # it had read everything when the loan was revoked
     assert not any(loaned.lent.is_settled for loaned in others)
     assert {bytes(loaned.parcel.whole()) for loaned in others} == {b"def"}
     for loaned in others:
@@ -387,7 +400,7 @@ def test_the_words_of_a_loan_revoked_without_a_receipt_are_never_used_again():
 
 def test_a_loan_that_was_settled_and_then_revoked_frees_its_words_once():
     loaned = Loaned(b"abc")
-    loaned.parcel.give_back()
+    loaned.parcel.release()
     for _ in range(3):
         loaned.lent.revoke()
     others = [Loaned(b"def") for _ in range(3)]
@@ -445,10 +458,10 @@ def test_a_deadline_revokes_and_is_kept_and_reported_exactly(limit, reads):
     loaned = Loaned(b"abc")
     deadline = Deadline(limit)
     with pytest.raises(DeadlineExceededError, match="does not take the message") as caught:
-        loaned.lent.settle(deadline, 7, no_end, Watched() if reads else None)
+        handle_of(loaned.lent, no_end, Watched() if reads else None, 7).settle(deadline)
     assert limit <= deadline.waited < limit + SOON
     assert (caught.value.limit, caught.value.waiting_for) == (limit, [7])
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         loaned.parcel.whole()
 
 
@@ -473,7 +486,7 @@ def test_a_lender_learns_of_the_end_of_the_connection_and_revokes():
     with pytest.raises(PeerLostError):
         settle(loaned.lent, look_for_end=look_for_end)
     assert time.monotonic() - began < SOON
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         read(loaned.parcel)
 
 
@@ -485,7 +498,7 @@ def test_a_lender_that_is_interrupted_revokes():
 
     with pytest.raises(KeyboardInterrupt):
         settle(loaned.lent, meanwhile=Watched(on_read=interrupt))
-    with pytest.raises(LoanRevokedError):
+    with pytest.raises(MessageWithdrawnError):
         read(loaned.parcel)
 
 
@@ -505,13 +518,13 @@ def test_a_receipt_at_the_last_moment_counts(ends):
 def test_other_work_is_done_only_after_a_while():
     for _ in range(20):  # a busy machine may be late, but not every time
         loaned = Loaned(b"abc")
-        loaned.parcel.give_back()
+        loaned.parcel.release()
         meanwhile = Watched()
         settle(loaned.lent, meanwhile=meanwhile)
         assert not meanwhile.reads
     loaned = Loaned(b"abc")
     began = time.monotonic()
-    meanwhile = Watched(on_read=lambda: loaned.parcel.give_back())
+    meanwhile = Watched(on_read=lambda: loaned.parcel.release())
     settle(loaned.lent, meanwhile=meanwhile)
     assert meanwhile.reads[0] - began >= 0.001
     assert len(meanwhile.reads) == 1
@@ -525,7 +538,7 @@ def test_what_can_be_read_is_read_at_once_while_waiting():
         def on_read():
             with contextlib.suppress(BlockingIOError):
                 if near.recv(1, socket.MSG_DONTWAIT):
-                    loaned.parcel.give_back()
+                    loaned.parcel.release()
 
         waiting = Running(settle, loaned.lent, meanwhile=Watched([near], on_read))
         time.sleep(0.02)
@@ -646,7 +659,7 @@ def test_a_process_that_revokes_and_scribbles_is_never_misread(path):
                         parcel.read_into(0, target.data)
                         reads += 1
                         assert (target == number % 200 + 1).all()
-                except LoanRevokedError:
+                except MessageWithdrawnError:
                     revoked += 1
                 sock.sendall(b"\0")
         scribbling.result()
@@ -721,7 +734,7 @@ def test_a_lender_gives_up_nothing_when_the_borrower_is_slow():
         assert read(loaned.parcel, start, 10_000) == pattern(100_000)[start : start + 10_000]
         time.sleep(0.002)
         assert not waiting.done
-    loaned.parcel.give_back()
+    loaned.parcel.release()
     waiting.result(SOON)
 
 

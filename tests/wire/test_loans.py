@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 
 from rankwire.errors import MessageTooLargeError, ProtocolError
 from rankwire.links.memory import allocate
-from rankwire.wire.loans import (
-    MAX_NUMBER,
-    MAX_PIECES,
-    Loan,
-    LoanRevokedError,
-    Parcel,
-    pack_loan,
-    unpack_loan,
-    whole_of,
-)
+from rankwire.wire.frames import UnreadPayload, whole_of
+from rankwire.wire.loans import MAX_NUMBER, MAX_PIECES, Loan, pack_loan, unpack_loan
+from rankwire.wire.receive import MessageWithdrawnError
 
 LIMIT = 1 << 30
 U64 = 2**64 - 1
@@ -212,7 +205,7 @@ def test_20000_random_descriptions_give_a_sound_loan_or_a_protocol_error():
 # -- parcels
 
 
-class Held(Parcel):
+class Held(UnreadPayload):
     """A parcel whose bytes are here."""
 
     def __init__(self, data):
@@ -224,16 +217,16 @@ class Held(Parcel):
 
     def read_into(self, start, view):
         if self.is_back:
-            raise LoanRevokedError("too late")
+            raise MessageWithdrawnError("too late")
         view[:] = self.data[start : start + len(view)]
 
     def whole(self):
         memory = allocate(len(self))
         self.read_into(0, memoryview(memory))
-        self.give_back()
+        self.release()
         return memory
 
-    def give_back(self):
+    def release(self):
         self.is_back = True
         return True
 

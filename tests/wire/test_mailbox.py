@@ -374,6 +374,17 @@ def test_a_group_that_was_left_is_ended_and_its_messages_forgotten():
     assert taken(mailbox, (6, 1, 1)) == bytes(1)
 
 
+def test_a_receive_that_is_posted_after_its_group_was_left_ends_too():
+    mailbox = Mailbox()
+    mailbox.fail_group(5, ChannelClosedError("left the group"))
+    for group in range(100, 300):
+        mailbox.fail_group(group, ChannelClosedError("left another"))
+    late = posted(mailbox, (5, 1, 1))
+    with pytest.raises(ChannelClosedError, match="left the group"):
+        late.result()
+    assert not posted(mailbox, (6, 1, 1)).done
+
+
 # -- against a model
 
 
@@ -396,6 +407,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.wanted = {key: [] for key in KEYS}
         self.expected = {}  # receive -> its payload, or the error it must have
         self.failed = None
+        self.abandoned = {}
         self.dropped = 0
         self.count = 0
 
@@ -413,6 +425,8 @@ class MailboxMachine(RuleBasedStateMachine):
             self.expected[receive] = self.arrived[key].pop(0)
         elif self.failed is not None:
             self.expected[receive] = self.failed
+        elif key[0] in self.abandoned:
+            self.expected[receive] = self.abandoned[key[0]]
         else:
             self.wanted[key].append(receive)
 
@@ -474,7 +488,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from([0, 1]))
     def fail_group(self, group):
-        error = ChannelClosedError(f"left group {group}")
+        error = self.abandoned[group] = ChannelClosedError(f"left group {group}")
         ended = self.mailbox.fail_group(group, error)
         for key in KEYS:
             if key[0] == group:

@@ -15,8 +15,8 @@ from rankwire.errors import (
     ProtocolError,
 )
 from rankwire.texts import MAX_REASON
-from rankwire.wire.frames import LOAN, Channel, Frame
-from rankwire.wire.loans import Parcel, pack_loan
+from rankwire.wire.frames import LOAN, Channel, Frame, UnreadPayload
+from rankwire.wire.loans import pack_loan
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import (
     FAREWELL,
@@ -50,7 +50,7 @@ TABLE = {
 class Borrowing:
     """Stands for who borrows: notes the loans, and makes parcels of them."""
 
-    class Lent(Parcel):
+    class Lent(UnreadPayload):
         def __init__(self, loan):
             self.loan = loan
 
@@ -63,7 +63,7 @@ class Borrowing:
         def whole(self):
             raise NotImplementedError
 
-        def give_back(self):
+        def release(self):
             raise NotImplementedError
 
     def __init__(self):

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from headers import note_received, pack_header
 from rankwire.errors import ProtocolError
-from rankwire.wire.frames import LOAN, Channel
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import LOAN, Channel, whole_of
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.receive import Destination, Placed, Receive

@@ -23,8 +23,7 @@ from rankwire.errors import (
     PeerLostError,
 )
 from rankwire.mesh.transport import Transport
-from rankwire.wire.frames import Channel
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Channel, whole_of
 
 _AGREEMENT_TAG = 0
 

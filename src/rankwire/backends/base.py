@@ -16,10 +16,9 @@ from rankwire.backends.arguments import Sendable, check_world, writable_view
 from rankwire.backends.events import OnJoined, OnLost, OnSuspected, PeerEvents
 from rankwire.backends.payloads import (
     check_out,
-    copy_into,
     destination_of,
+    read_array,
     share_memory,
-    to_array,
 )
 from rankwire.backends.posting import AnyRank, MessagePosting, Source
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
@@ -35,10 +34,9 @@ from rankwire.mesh.roll_client import RollClient
 from rankwire.mesh.transport import Operations
 from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel, whole_of
 from rankwire.wire.notices import Notice
-from rankwire.wire.receive import PLACED_FROM, Destination
+from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 
 class Backend(MessagePosting):
@@ -208,8 +206,8 @@ class Backend(MessagePosting):
             src, tag = self._check(src, tag)
             view = writable_view(buffer)
             into = Destination(view) if view.nbytes >= PLACED_FROM else None
-            use = partial(copy_into, view=view)
-            take(self, src, tag, deadline, view.nbytes, use, into=into)
+            read = partial(copy_payload, view=view)
+            take(self, src, tag, deadline, view.nbytes, read, into=into)
             return view.nbytes
         except RankwireError as error:
             raise self.explained(error, "recv_into", deadline, src, tag) from error.__cause__
@@ -255,8 +253,8 @@ class Backend(MessagePosting):
         try:
             src, tag = self._check(src, tag)
             check_out(out)
-            use, into = partial(to_array, out=out), destination_of(out)
-            return take(self, src, tag, deadline, None, use, into=into)
+            read, into = partial(read_array, out=out), destination_of(out)
+            return take(self, src, tag, deadline, None, read, into=into)
         except RankwireError as error:
             raise self.explained(error, "recv_array", deadline, src, tag) from error.__cause__
 

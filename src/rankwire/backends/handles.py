@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, ForkedProcessError, RankwireError
-from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
+from rankwire.links.send_handle import SendHandle
 from rankwire.public_dir import PublicDir
 from rankwire.wire.frames import Channel, Payload
-from rankwire.wire.loans import LoanRevokedError
-from rankwire.wire.receive import Destination
+from rankwire.wire.receive import Destination, MessageWithdrawnError
 
 if TYPE_CHECKING:
     from rankwire.backends.posting import MessagePosting
@@ -154,10 +153,10 @@ class Sending(MessageHandle):
         dst: The rank it goes to.
         tag: Its tag.
         deadline: Of the call; None if it has left.
-        offer: What is left to do; None if it has left.
+        sent: What it is waited for with; None if it has left.
     """
 
-    __slots__ = ("_offer",)
+    __slots__ = ("_sent",)
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class Sending(MessageHandle):
         dst: int,
         tag: int,
         deadline: Deadline | None = None,
-        offer: Offer | None = None,
+        sent: SendHandle | None = None,
     ) -> None:
         # Not by the class above: a message of 8 bytes there and back takes 13 us.
         self._ranks = ranks
@@ -175,33 +174,37 @@ class Sending(MessageHandle):
         self._tag = tag
         self._deadline = deadline
         self._error = self.source = None
-        self._offer = offer
+        self._sent = sent
 
     def _value(self) -> None:
         return None
 
     def _finish(self, deadline: Deadline) -> None:
-        offer = self._offer
-        assert offer is not None
+        sent = self._sent
+        assert sent is not None
         try:
-            is_taken = offer.wait(deadline)
+            if self._ranks.closed and self._peer is not None and not sent.is_over():
+                failure = self._ranks.failure_of(self._peer)
+                if failure is not None:  # a group is closed, but the connection stands
+                    raise failure.copy()
+            is_taken = sent.wait(deadline)
         except RankwireError:
-            offer.revoke()
+            sent.revoke()
             raise
         if not is_taken:
             peers = [] if self._peer is None else [self._peer]
             detail = "it does not take the message"
             raise DeadlineExceededError(deadline.limit, waiting_for=peers, detail=detail)
-        offer.revoke()
+        sent.revoke()
 
     def _is_done(self) -> bool:
-        offer, dst = self._offer, self._peer
-        if offer is None or offer.is_over():
+        sent, dst = self._sent, self._peer
+        if sent is None or sent.is_over():
             return True
         return dst is not None and self._ranks.failure_of(dst) is not None
 
     def _give_up(self) -> bool:
-        return self._offer is not None and self._offer.revoke()
+        return self._sent is not None and self._sent.revoke()
 
 
 class Receiving(MessageHandle):
@@ -218,7 +221,7 @@ class Receiving(MessageHandle):
         read: Makes what the user gets of it; may be called again until the payload is given back.
     """
 
-    __slots__ = ("_expected", "_into", "_nbytes", "_read", "_result")
+    __slots__ = ("_expected", "_into", "_nbytes", "_read", "_result", "_sources")
 
     def __init__(
         self,
@@ -240,7 +243,6 @@ class Receiving(MessageHandle):
         self._nbytes = nbytes
         self._into = into
         self._read = read
-        self._result: list[Any] = []
         try:
             self._expect()
         except Exception as error:
@@ -250,46 +252,27 @@ class Receiving(MessageHandle):
         """Ask for the next message."""
         ranks, src = self._ranks, self._peer
         envelope = (ranks.group, Channel.MESSAGE, self._tag)
-        expected: Expected
         if src is None:
-            expected = ranks.expect_any(ranks.others(), envelope, nbytes=self._nbytes)
+            self._sources = ranks.others()
+            expected = ranks.expect_any(self._sources, envelope, nbytes=self._nbytes)
         else:
             expected = ranks.expect(src, envelope, nbytes=self._nbytes, into=self._into)
         self._expected = expected
         expected.post()
 
     def _value(self) -> Any:
-        return self._result[0]
+        return self._result
 
     def _finish(self, deadline: Deadline) -> None:
         while True:
-            payload = self._expected.take(deadline)
             try:
-                self._use(payload)
-            except LoanRevokedError:  # the sender's time was up: this message was never sent
-                self._result.clear()
-                self._expect()
-            else:
+                self._result = self._expected.take(deadline, self._read)
                 break
-
-    def _use(self, payload: Payload) -> None:
-        expected = self._expected
-        if isinstance(expected, ExpectedFromAny) and expected.source is not None:
-            self.source = self._ranks.last_source = expected.source
-        else:
-            self.source = self._peer
-        if isinstance(payload, bytearray):
-            self._result[:] = (self._read(payload),)
-            return
-        try:
-            if not self._result:
-                self._result[:] = (self._read(payload),)
-        except LoanRevokedError:
-            raise
-        except RankwireError:
-            payload.give_back()  # what cannot be read is dropped
-            raise
-        payload.give_back()
+            except MessageWithdrawnError:  # the sender's time was up: it was never sent
+                self._expect()
+        self.source = self._peer
+        if self.source is None:
+            self.source = self._ranks.last_source = self._sources[self._expected.index]
 
     def _is_done(self) -> bool:
         try:

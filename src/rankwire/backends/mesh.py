@@ -33,21 +33,16 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
-from rankwire.mesh.bulk import (
-    ExpectedMessage,
-    FirstOfAny,
-    LentOffer,
-    Link,
-    ReadingAll,
-    offer_of,
-)
+from rankwire.links.receive_handle import PeerReceive, ReceiveHandle
+from rankwire.links.send_handle import SendHandle, offer, post
 from rankwire.mesh.call_port import MeshCallPort
 from rankwire.mesh.calls import Serving
 from rankwire.mesh.inquiries import answer, describe, inquire
+from rankwire.mesh.lookout import Link, Lookout
 from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.mesh.ports import Ports
 from rankwire.mesh.presence import Presence, Presences
-from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
+from rankwire.mesh.transport import NEW_GROUP
 from rankwire.observe.blame import Losses, describe_failure
 from rankwire.observe.stacks import methods_entered, places
 from rankwire.observe.status import PeerStatus
@@ -57,7 +52,7 @@ from rankwire.transports.spin import Spin
 from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
-from rankwire.wire.receive import Destination, PostedReceive, Receive
+from rankwire.wire.receive import Destination, Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
@@ -113,7 +108,7 @@ class Mesh(Backend):
         self._peers = peers
         self._losses = Losses()
         self._asking: dict[object, int] = {}  # whom threads ask why they waited in vain
-        self.lookout = ReadingAll(self.clock)
+        self.lookout = Lookout(self.clock)
         self._looking: Spin | None = None  # of receives from any rank
 
     # -- what differs ----------------------------------------------------------------------------
@@ -172,35 +167,27 @@ class Mesh(Backend):
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         """Send one message, but do not wait for a peer that reads it out of this rank's memory."""
         peer = self._peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
-        meanwhile = self.lookout if check is None else self.lookout.checking(check)
-        lent = connection.offer(envelope, message, deadline, meanwhile=meanwhile)
-        if lent is None:
-            return None
-        try:
-            return LentOffer(connection, lent, self.lookout, envelope, message, self.timeout)
-        except BaseException:
-            lent.revoke()  # interrupted: nobody else knows of it
-            raise
+        return offer(
+            connection,
+            envelope,
+            message,
+            deadline,
+            self.lookout,
+            while_sending=None if check is None else self.lookout.checking(check),
+            again=self.timeout,
+        )
 
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         """Send one message without waiting for the peer to take it."""
         peer = self._peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
-        posted = connection.post(envelope, message)
-        if posted is None:
-            return None
-        try:
-            about = self.lookout, envelope, message, self.timeout
-            return offer_of(peer, connection, posted, *about)
-        except BaseException:
-            connection.take_back(posted)  # interrupted: nobody else knows of it
-            raise
+        return post(connection, envelope, message, self.lookout, self.timeout)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
@@ -210,18 +197,17 @@ class Mesh(Backend):
 
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
-    ) -> Expected:
+    ) -> ReceiveHandle:
         """Return the next message under an envelope before it has come."""
-        receive = PostedReceive(envelope, nbytes=nbytes, into=into)
-        return ExpectedMessage(self._peers[src].inbox, receive)
+        return PeerReceive(self._peers[src].inbox, envelope, nbytes, into)
 
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
-    ) -> ExpectedFromAny:
+    ) -> ReceiveHandle:
         """Return the next message under an envelope from one of several ranks."""
         inboxes = [self._peers[src].inbox for src in sources]
-        return FirstOfAny(
-            FirstReceive(inboxes, envelope, nbytes, self.new_bell, self._successor_of, self.lookout)
+        return FirstReceive(
+            inboxes, envelope, nbytes, self.new_bell, self._successor_of, self.lookout
         )
 
     def _successor_of(self, inbox: Inbox) -> Inbox:

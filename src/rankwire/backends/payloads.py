@@ -5,7 +5,6 @@ A parcel is read straight to where it belongs, once, and given back. Nothing her
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,61 +13,28 @@ from rankwire.codec.arrays import dtype_code, is_masked
 from rankwire.codec.tensors import advice_for, carrier_of, is_tensor, map_tensor
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
-from rankwire.wire.frames import Payload
-from rankwire.wire.loans import LoanRevokedError, whole_of
-from rankwire.wire.receive import PLACED_FROM, Destination, Placed
+from rankwire.wire.frames import Payload, whole_of
+from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload, is_placed
 
 # Not every byte is a bool or a character: these are looked at before the user has them.
 _CHECKED_KINDS = "bU"
 
 
-def copy_into(payload: Payload, view: memoryview, start: int = 0) -> None:
-    """Copy the bytes from ``start`` on into ``view``, which has their size, and give them back."""
-    read_to(payload, view, start)
-    if not isinstance(payload, bytearray):
-        payload.give_back()
-
-
-def read_to(payload: Payload, view: memoryview, start: int = 0) -> None:
-    """Copy the bytes from ``start`` on into ``view``, which has their size.
-
-    What is placed was received for this very view.
-    """
-    if isinstance(payload, bytearray):
-        view[:] = memoryview(payload)[start:]
-    elif not isinstance(payload, Placed):
-        payload.read_into(start, view)
-
-
-def to_array(payload: Payload, out: Any) -> Any:
-    """Return the array of an array message, in ``out`` if that is given.
+def read_array(payload: Payload, out: Any) -> Any:
+    """Return the array of an array message, in ``out`` if that is given. May be repeated.
 
     Raises:
-        InvalidMessageError: It is none.
+        InvalidMessageError: It is not an array message.
         ConfigurationError: ``out`` has another dtype or shape, or cannot be written.
     """
-    try:
-        array = read_array(payload, out)
-        if not isinstance(payload, bytearray):
-            payload.give_back()
-        return array
-    except BaseException:
-        if not isinstance(payload, bytearray):
-            with suppress(LoanRevokedError):
-                payload.give_back()
-        raise
-
-
-def read_array(payload: Payload, out: Any) -> Any:
-    """Return what ``to_array`` does; it may be repeated until the payload is given back."""
-    if isinstance(payload, Placed):
+    if is_placed(payload):
         return out
     message = unpack_head(_beginning(payload), len(payload))
     if out is None:
         return message.view(whole_of(payload))
     target = _target(message, out)
     if _is_in_order(message, target):
-        read_to(payload, _bytes_of(target), message.start)
+        copy_payload(payload, _bytes_of(target), message.start)
     else:
         target[...] = _as_array(message.view(whole_of(payload)))
     return out

@@ -15,7 +15,7 @@ from rankwire.backends.arguments import (
     writable_view,
 )
 from rankwire.backends.handles import MessageHandle, Receiving, Sending
-from rankwire.backends.payloads import check_out, destination_of, read_array, read_to
+from rankwire.backends.payloads import check_out, destination_of, read_array
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -25,12 +25,12 @@ from rankwire.errors import (
     RankwireError,
     SelfSendError,
 )
+from rankwire.links.receive_handle import ReceiveHandle
 from rankwire.mesh.inquiries import explain_delay, explain_silence, explain_unreceived
-from rankwire.mesh.transport import Expected, Transport
+from rankwire.mesh.transport import Transport
 from rankwire.wire.array_messages import pack_array
-from rankwire.wire.frames import Buffer, Channel, Message, Payload
-from rankwire.wire.loans import whole_of
-from rankwire.wire.receive import PLACED_FROM, Destination
+from rankwire.wire.frames import Buffer, Channel, Message, Payload, whole_of
+from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 
 class AnyRank(Enum):
@@ -64,7 +64,7 @@ class MessagePosting(Transport):
     max_message_nbytes: int
 
     def __init__(self) -> None:
-        self.dropped: list[Expected] = []
+        self.dropped: list[ReceiveHandle] = []
         self.last_source = -1
 
     def isend(
@@ -113,17 +113,17 @@ class MessagePosting(Transport):
         except RankwireError as error:
             raise self.explained(error, op, deadline, dst, tag) from error.__cause__
         try:
-            offer = self.begin(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
+            sent = self.begin(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
         except Exception as error:
             handle = Sending(self, op, dst, tag, deadline)
             handle.fail(error)
             return handle
-        if offer is None:
+        if sent is None:
             return Sending(self, op, dst, tag)
         try:
-            return Sending(self, op, dst, tag, deadline, offer)
+            return Sending(self, op, dst, tag, deadline, sent)
         except BaseException:
-            offer.revoke()  # interrupted: nobody else knows of it
+            sent.revoke()  # interrupted: no other object knows of it
             raise
 
     def irecv(self, src: Source, tag: int = 0, timeout: float | None = None) -> MessageHandle:
@@ -201,7 +201,7 @@ class MessagePosting(Transport):
             raise error.during(op=op, rank=self.rank, tag=tag) from error.__cause__
 
         def read(payload: Payload) -> int:
-            read_to(payload, view)
+            copy_payload(payload, view)
             return view.nbytes
 
         into = Destination(view) if view.nbytes >= PLACED_FROM else None

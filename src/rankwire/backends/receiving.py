@@ -6,16 +6,17 @@ Knows of a backend only its ``Transport``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
-from rankwire.backends.payloads import to_array
+from rankwire.backends.payloads import read_array
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError
-from rankwire.mesh.transport import Expected, Offer, Transport
+from rankwire.links.receive_handle import drop
+from rankwire.links.send_handle import SendHandle
+from rankwire.mesh.transport import Transport
 from rankwire.wire.frames import Channel, Payload
-from rankwire.wire.loans import LoanRevokedError
-from rankwire.wire.receive import Destination
+from rankwire.wire.receive import Destination, MessageWithdrawnError
 
 _LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
 
@@ -28,7 +29,7 @@ def take(
     tag: int,
     deadline: Deadline,
     nbytes: int | None,
-    use: Callable[[Payload], T],
+    read: Callable[[Payload], T],
     *,
     into: Destination | None = None,
 ) -> T:
@@ -40,52 +41,42 @@ def take(
         tag: Its tag.
         deadline: For all of it.
         nbytes: Its size, if that is fixed.
-        use: Gets it, and returns what to return.
+        read: Makes the result of it.
         into: Where it is to come, if it can.
     """
     envelope = (ranks.group, Channel.MESSAGE, tag)
     while True:
-        if into is None:
-            payload = ranks.receive(src, envelope, deadline, nbytes=nbytes)
-        else:
-            payload = _expected(ranks.expect(src, envelope, nbytes=nbytes, into=into), deadline)
         try:
-            return use(payload)
-        except LoanRevokedError:
+            if into is None:
+                payload = ranks.receive(src, envelope, deadline, nbytes=nbytes)
+                try:
+                    result = read(payload)
+                    if not isinstance(payload, bytearray):
+                        payload.release()
+                    return result
+                except BaseException:
+                    drop(payload)
+                    raise
+            expected = ranks.expect(src, envelope, nbytes=nbytes, into=into)
+            return expected.take_now(deadline, read)
+        except MessageWithdrawnError:
             continue  # the sender's time was up: this message was never sent
-        except BaseException:
-            if not isinstance(payload, bytearray):  # the sender must not wait for a thread
-                with suppress(LoanRevokedError):  # that was interrupted
-                    payload.give_back()
-            raise
-
-
-def _expected(message: Expected, deadline: Deadline) -> Payload:
-    """Wait for a message; if it does not come, it is for others."""
-    try:
-        return message.take(deadline)
-    except BaseException:
-        try:
-            message.give_up()
-        finally:
-            message.give_up()  # an interrupt may have fallen into the first
-        raise
 
 
 def take_array_meanwhile(
-    ranks: Transport, src: int, tag: int, deadline: Deadline, out: Any, offer: Offer | None
+    ranks: Transport, src: int, tag: int, deadline: Deadline, out: Any, sent: SendHandle | None
 ) -> Any:
-    """Return an array; look up now and then whether the taker of an offer still lives."""
+    """Return an array; look up now and then whether the receiver of a sent message still lives."""
     while True:
-        patience = deadline if offer is None else deadline.sooner(_LOOK_EVERY)
+        patience = deadline if sent is None else deadline.sooner(_LOOK_EVERY)
         try:
-            return take(ranks, src, tag, patience, None, lambda payload: to_array(payload, out))
+            return take(ranks, src, tag, patience, None, partial(read_array, out=out))
         except DeadlineExceededError:
             if patience is deadline:
                 raise
-            assert offer is not None
-            if offer.wait(AT_ONCE):
-                offer = None  # it has been taken: whatever becomes of its taker now
+            assert sent is not None
+            if sent.wait(AT_ONCE):
+                sent = None  # it was taken: its taker may end now
 
 
 def raise_if_lost(ranks: Transport, src: int, tag: int) -> None:

@@ -37,10 +37,11 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
+from rankwire.links.receive_handle import ReceiveHandle
+from rankwire.links.send_handle import SendHandle
 from rankwire.mesh.call_port import MeshCallPort
 from rankwire.mesh.peers import Peer
 from rankwire.mesh.roll_client import RollClient
-from rankwire.mesh.transport import Expected, ExpectedFromAny, Offer
 from rankwire.observe.stacks import places
 from rankwire.transports.memory_poller import MemoryBell, MemoryPoller
 from rankwire.transports.memory_stream import MemoryStream
@@ -167,14 +168,14 @@ class SimulatedBackend(Mesh):
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         """Send one message: nothing is lent within a process."""
         self._check_sending(envelope, message)
         return super().offer(dst, envelope, message, deadline, check=check)
 
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         """Send one message without waiting. What cannot leave now is not copied before it does."""
         self._check_sending(envelope, message)
         return super().begin(dst, envelope, message, deadline)
@@ -188,14 +189,14 @@ class SimulatedBackend(Mesh):
 
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
-    ) -> Expected:
+    ) -> ReceiveHandle:
         """Return the next message under an envelope before it has come."""
         self._check_alive()
         return super().expect(src, envelope, nbytes=nbytes, into=into)
 
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
-    ) -> ExpectedFromAny:
+    ) -> ReceiveHandle:
         """Return the next message under an envelope from one of several ranks."""
         self._check_alive()
         return super().expect_any(sources, envelope, nbytes=nbytes)

@@ -32,7 +32,6 @@ from rankwire.backends.base import Backend
 from rankwire.backends.events import OnJoined, OnLost, OnSuspected
 from rankwire.backends.group_ranks import GroupRanks
 from rankwire.backends.sub_calls import SubCallPort
-from rankwire.backends.sub_messages import SubExpected, SubExpectedFromAny, SubOffer
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     ChannelClosedError,
@@ -41,9 +40,10 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.links.borrower import Borrowed
+from rankwire.links.receive_handle import ReceiveHandle
+from rankwire.links.send_handle import SendHandle
 from rankwire.mesh.calls import CallPort
-from rankwire.mesh.transport import NEW_GROUP, Expected, ExpectedFromAny, Offer
+from rankwire.mesh.transport import NEW_GROUP
 from rankwire.observe.status import PeerStatus
 from rankwire.override import override
 from rankwire.transports.shared_segment import SharedSegment
@@ -214,30 +214,32 @@ class SubBackend(Backend):
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         send = partial(self._mesh.offer, check=check)
-        return self._offer_by(send, dst, envelope, message, deadline)
+        return self._send_by(send, dst, envelope, message, deadline)
 
     @override
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
-    ) -> Offer | None:
-        return self._offer_by(self._mesh.begin, dst, envelope, message, deadline)
+    ) -> SendHandle | None:
+        return self._send_by(self._mesh.begin, dst, envelope, message, deadline)
 
-    def _offer_by(
+    def _send_by(
         self,
-        send: Callable[[int, Envelope, Message, Deadline], Offer | None],
+        send: Callable[[int, Envelope, Message, Deadline], SendHandle | None],
         dst: int,
         *message: Any,
-    ) -> Offer | None:
-        offer: Offer | None = None
+    ) -> SendHandle | None:
+        sent: SendHandle | None = None
         try:
             with self.translating(dst) as rank:
-                offer = send(rank, *message)
-            return None if offer is None else SubOffer(self, dst, offer)
+                sent = send(rank, *message)
+            if sent is not None:
+                sent.explain = partial(self._translated, dst)
+            return sent
         except BaseException:
-            if offer is not None:
-                offer.revoke()  # interrupted: nobody else knows of it
+            if sent is not None:
+                sent.revoke()  # interrupted: no other object knows of it
             raise
 
     @property
@@ -268,19 +270,21 @@ class SubBackend(Backend):
     @override
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
-    ) -> Expected:
+    ) -> ReceiveHandle:
         with self.translating(src) as rank:
             expected = self._mesh.expect(rank, envelope, nbytes=nbytes, into=into)
-        return SubExpected(self, src, envelope, expected)
+        expected.explain = partial(self._translated, src)
+        return expected
 
     @override
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
-    ) -> ExpectedFromAny:
+    ) -> ReceiveHandle:
         with self.translating(None):
             ranks = [self._world[src] for src in sources]
             expected = self._mesh.expect_any(ranks, envelope, nbytes=nbytes)
-        return SubExpectedFromAny(self, envelope, expected)
+        expected.explain = partial(self._translated, None)
+        return expected
 
     def take(
         self,
@@ -292,7 +296,7 @@ class SubBackend(Backend):
         """Wait for a message of a rank of this group, or of any; errors name ranks of it."""
         with self._receiving(envelope[0]), self.translating(src):
             payload = take(deadline)
-        if isinstance(payload, Borrowed):  # read later, when its sender may be gone
+        if not isinstance(payload, bytearray):  # read later, when its sender may be gone
             payload.translate = partial(self.ranks.adopt, None)
         return payload
 
@@ -457,6 +461,15 @@ class SubBackend(Backend):
         except RankwireError as error:
             self.ranks.adopt(rank, error)
             raise
+
+    def _translated(self, rank: int | None, error: RankwireError) -> RankwireError:
+        """Return the error to raise for one of the mesh about a rank of this group, or any."""
+        if self._is_closed():
+            return ChannelClosedError("this group is closed")
+        if self.broken is not None and rank in self._replaced:
+            return self._replaced[rank].copy()
+        self.ranks.adopt(rank, error)
+        return error
 
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
         """Add what was being done, and which ranks of the world are missing."""

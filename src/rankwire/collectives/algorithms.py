@@ -291,7 +291,7 @@ def _fold_blocks(
         r.fold(in_rank_order(), len(pieces), out[start:stop], own=rank, spare=spare)
     for piece in pieces:
         if piece is not None:
-            piece.give_back()
+            piece.release()
 
 
 def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
@@ -346,7 +346,7 @@ def all_reduce_by_ring(x: Exchange, source: Array, out: Array, r: Reduction) -> 
         piece = x.receive_piece(left, step, mine)
         for start, stop in blocks(mine.size, mine.dtype):
             r.merge(mine[start:stop], piece.block(start, stop, fetched))
-        piece.give_back()
+        piece.release()
         step += 1
     x.settle()
     r.finish(parts[x.rank], x.size)

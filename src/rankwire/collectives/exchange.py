@@ -20,14 +20,14 @@ from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError
-from rankwire.mesh.transport import Expected, Offer
-from rankwire.wire.frames import Buffer, Channel, Payload
-from rankwire.wire.loans import whole_of
-from rankwire.wire.receive import PLACED_FROM, Destination, Placed
+from rankwire.wire.frames import Buffer, Channel, Payload, whole_of
+from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 if TYPE_CHECKING:
     from rankwire.collectives.hosts import Hosts
     from rankwire.collectives.slots import SharedSlots
+    from rankwire.links.receive_handle import ReceiveHandle
+    from rankwire.links.send_handle import SendHandle
 
 Array = np.ndarray[Any, Any]
 
@@ -89,23 +89,20 @@ class Piece:
 
     def copy_into(self, out: Array) -> None:
         """Copy all elements and release the sender; does nothing if they arrived in place."""
-        if isinstance(self._payload, bytearray):
-            out[...] = np.frombuffer(self._payload, self._dtype)
-        elif len(self) and not isinstance(self._payload, Placed):
-            self._payload.read_into(0, out.view(np.uint8).data)
-            self._payload.give_back()
+        copy_payload(self._payload, out.view(np.uint8).data)
+        self.release()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the sender's memory."""
         if not isinstance(self._payload, bytearray):
-            self._payload.give_back()
+            self._payload.release()
 
 
 class Arriving(NamedTuple):
     """A posted receive of a part of an array, possibly in place."""
 
     src: int
-    expected: Expected
+    expected: ReceiveHandle
     out: Array
 
 
@@ -148,8 +145,8 @@ class Exchange(ABC):
         self.hosts: Hosts | None = None
         self.deadline = self._next_look = AT_ONCE  # _next_look is set when it first waits
         self._looks = 0
-        self.offers: list[tuple[int, Offer]] = []
-        self.expected: list[Expected] = []
+        self.offers: list[tuple[int, SendHandle]] = []
+        self.expected: list[ReceiveHandle] = []
 
     @abstractmethod
     def look(self, src: int) -> None:
@@ -271,16 +268,16 @@ class Exchange(ABC):
     def take_in(self, arriving: Arriving) -> None:
         """Wait for a posted receive."""
         src, expected, out = arriving
+        read = partial(copy_payload, view=out.view(np.uint8).data)
         patience = self.next_look()
         while True:
             try:
-                payload = expected.take(patience)
+                expected.take(patience, read)
                 break
             except DeadlineExceededError:
                 pass  # not the context of an error that the look may raise
             self._look_up(src)
             patience = self._next_look
-        Piece(payload, out.dtype).copy_into(out)
         self.expected.remove(expected)
 
     def receive_into(self, src: int, step: int, out: Array) -> None:

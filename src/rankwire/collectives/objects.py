@@ -19,8 +19,7 @@ from rankwire.collectives import algorithms, selection
 from rankwire.collectives.exchange import Exchange, describe
 from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
-from rankwire.wire.frames import Message
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Message, whole_of
 
 _STEP = algorithms.SPREAD_STEP
 _plain = Codec()

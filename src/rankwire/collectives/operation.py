@@ -26,8 +26,8 @@ from rankwire.errors import (
 from rankwire.observe.stacks import line_of_program
 from rankwire.override import override
 from rankwire.wire.frames import Channel
-from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.notices import Notice
+from rankwire.wire.receive import MessageWithdrawnError
 
 if TYPE_CHECKING:
     from rankwire.collectives.sequence import OperationSequence
@@ -164,7 +164,7 @@ class Operation(Exchange):
         """Tell the other ranks unless they know; return the error to raise. Safe to repeat."""
         operations, backend = self._operations, self._operations.backend
         self.revoke()
-        if isinstance(error, LoanRevokedError):
+        if isinstance(error, MessageWithdrawnError):
             error = self._why_revoked()
         elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
             error = self._why_gone(error)

@@ -21,12 +21,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from rankwire.backends.payloads import copy_into
 from rankwire.codec.arrays import ArrayHead, dtype_code, view_array
 from rankwire.collectives.operands import Array, Operand, operand
 from rankwire.errors import ConfigurationError, InvalidMessageError
-from rankwire.wire.frames import Message, Payload
-from rankwire.wire.loans import LoanRevokedError, whole_of
+from rankwire.wire.frames import Message, Payload, whole_of
+from rankwire.wire.receive import MessageWithdrawnError, copy_payload
 
 _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 64
@@ -74,8 +73,8 @@ def unpack_part(payload: Payload, out: Operand | None) -> Any:
         return _unpack_part(payload, out)
     except BaseException:
         if not isinstance(payload, bytearray):
-            with suppress(LoanRevokedError):
-                payload.give_back()
+            with suppress(MessageWithdrawnError):
+                payload.release()
         raise
 
 
@@ -95,7 +94,9 @@ def _unpack_part(payload: Payload, out: Operand | None) -> Any:
         head = ArrayHead(flat.dtype, flat.shape, False, flat.nbytes)
         flat[...] = view_array(head, whole_of(payload), start)
     else:
-        copy_into(payload, flat.view(np.uint8).data, start)
+        copy_payload(payload, flat.view(np.uint8).data, start)
+        if not isinstance(payload, bytearray):
+            payload.release()
     target.store(flat)
     return target.value
 

@@ -19,8 +19,7 @@ import numpy as np
 from rankwire.collectives.exchange import Array, Exchange
 from rankwire.collectives.hosts import Hosts
 from rankwire.errors import ChannelClosedError, PeerLostError
-from rankwire.wire.frames import Buffer
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Buffer, whole_of
 
 if TYPE_CHECKING:
     from rankwire.backends.base import Backend

@@ -27,8 +27,9 @@ from rankwire.links.memory import (
     transfer,
 )
 from rankwire.wire.array_messages import HEAD_NBYTES
-from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan, LoanRevokedError, Parcel
-from rankwire.wire.receive import Destination, Placed
+from rankwire.wire.frames import UnreadPayload
+from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan
+from rankwire.wire.receive import Destination, MessageWithdrawnError, Placed
 
 _NONE = 0
 # A lender decides within microseconds; if it is stopped in between, its process is as good as gone.
@@ -36,7 +37,7 @@ _DECISION_PATIENCE = 1.0
 _NAP = 50e-6  # until the next look whether it has
 
 
-class Borrowed(Parcel):
+class Borrowed(UnreadPayload):
     """A payload in the memory of another process.
 
     Args:
@@ -100,7 +101,7 @@ class Borrowed(Parcel):
                 memory = self._allocate()
                 self._pull(0, memoryview(memory))
                 self._memory = memory
-            self._give_back()
+            self._release()
             return self._memory
 
     def _allocate(self) -> bytearray:
@@ -134,7 +135,7 @@ class Borrowed(Parcel):
                 else:
                     place.view[:] = memoryview(self._memory)[start:]
                 self._is_in_place = True
-            self._give_back()
+            self._release()
             assert self._beginning is not None
             return Placed(bytes(self._beginning[:start]), place)
 
@@ -151,14 +152,14 @@ class Borrowed(Parcel):
                 self._memory = memory
             self.place, self._is_in_place = None, False
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Write the receipt: the sender may change its memory again."""
         with self._lock:
-            self._give_back()
+            self._release()
 
     def _pull(self, start: int, view: memoryview) -> None:
         if self._revoked:
-            raise LoanRevokedError("the sender took the message back")
+            raise MessageWithdrawnError("the sender took the message back")
         if self._receipt:
             raise ProtocolError("this message has been given back")  # a mistake of ours
         guard = ctypes.c_uint64(_NONE)
@@ -198,9 +199,9 @@ class Borrowed(Parcel):
         if guard == self._loan.number:
             self._write_receipt(self._loan.number | REFUSED)
         self._revoked = True
-        return LoanRevokedError("the sender took the message back, or sends it in another way")
+        return MessageWithdrawnError("the sender took the message back, or sends it in another way")
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Write the receipt; raise if the sender had taken the loan back by then."""
         if self._is_settled or self._revoked:
             return
@@ -213,7 +214,7 @@ class Borrowed(Parcel):
             guard = self._guard()
         if guard in (self._loan.number | REVOKED, self._loan.number | DECIDING):
             self._revoked = True
-            raise LoanRevokedError("the sender took the message back")
+            raise MessageWithdrawnError("the sender took the message back")
         self._is_settled = True
 
     def _write_receipt(self, value: int) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from rankwire import runtime
 from rankwire.clock import Clock
@@ -33,21 +34,21 @@ from rankwire.errors import (
 )
 from rankwire.fork import guard
 from rankwire.links.borrower import Borrowed
-from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.lender import Lent, Meanwhile
 from rankwire.links.memory import allocate, probe
-from rankwire.links.outbox import Outbox, Queued
+from rankwire.links.outbox import Outbox
+from rankwire.links.send_handle import offer
 from rankwire.transports.shared_memory import CAN_SHARE, SharedMemory, open_shared
 from rankwire.transports.spin import Spin
 from rankwire.transports.stream import Stream, Unanswered, Watched, stream_of
 from rankwire.wire.frames import (
     HEADER_NBYTES,
-    LOAN,
     SEAL_NBYTES,
     Envelope,
     Frame,
     Message,
 )
-from rankwire.wire.loans import Loan, LoanRefusedError
+from rankwire.wire.loans import Loan
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, ConnectionState, Protocol, StreamEvent, left
 from rankwire.wire.receive import Destination
@@ -88,6 +89,8 @@ class Connection:
     Attributes:
         failure: Why it cannot be used any more, if that is so.
         send_small: ``send``, for what is never lent.
+        post_small: ``send_small`` without waiting: ``Outbox.post``.
+        at_once: A deadline that is over.
         has_parcels: Whether something lent was among the frames read; reset by who takes them.
         filling: Held while a payload is read, or is about to be, to where its receiver wants it.
             The mutex of an inbox may be taken under it.
@@ -150,7 +153,9 @@ class Connection:
             explain=self._why_not_sent,
         )
         self.send_small = self._writer.send  # ``send`` for less than ``lend_from``, without a hop
-        self._at_once = Deadline(0.0, clock)
+        self.post_small = self._writer.post  # the same, without waiting
+        self.at_once = Deadline(0.0, clock)
+        self._lent: list[Lent] = []  # posted, until the peer has read it
         self._farewell_nbytes = HEADER_NBYTES if seals is None else HEADER_NBYTES + SEAL_NBYTES
         self._parser = FrameParser(
             max_nbytes=max_nbytes,
@@ -213,8 +218,6 @@ class Connection:
         deadline: Deadline,
         hold: bool = False,
         meanwhile: Meanwhile | None = None,
-        *,
-        lend: bool = True,
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
 
@@ -226,113 +229,23 @@ class Connection:
                 Whoever holds frames back sees to it that they are flushed soon.
             meanwhile: What to read when the peer does not take more for now, so that two ends which
                 both send first do not wait for each other. The send lock may be held.
-            lend: Whether a large payload may be lent; not if the peer has refused to borrow it.
 
         Raises:
             DeadlineExceededError: It was not taken in time. If ``may_have_arrived``, a part of it
                 was, and the rest follows in the background; else it never arrives.
             RankwireError: The connection has failed.
         """
-        if lend and message[1] >= self.lend_from and self._protocol.can_lend:
-            if deadline.limit <= 0.0:  # nobody can have read it in no time
+        if message[1] >= self.lend_from and self._protocol.can_lend:
+            if deadline.limit <= 0.0:  # the peer cannot have read it in no time
                 raise self._writer.not_taken(deadline)
-            lent = self.offer(envelope, message, deadline, meanwhile=meanwhile)
-            if lent is None:
-                return
-            try:
-                self.settle(lent, deadline, meanwhile=meanwhile)
-                return
-            except LoanRefusedError:
-                hold = False  # memory of a kind that only this process can read
-            finally:
-                lent.revoke()  # also if an interrupt fell before it was waited for
-        self._writer.send(envelope, message, deadline, hold, meanwhile)
-
-    def offer(
-        self,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-        *,
-        meanwhile: Meanwhile | None = None,
-    ) -> Lent | None:
-        """Send one frame, but do not wait for a peer that borrows its payload.
-
-        Returns:
-            The loan to ``settle``, until when the buffers must not change; None if there is none
-            and they are free already.
-        """
-        if message[1] >= self.lend_from and self._protocol.can_lend:
-            loan = lend(*message)
-            if loan is not None:
-                lent, description = loan
-                group, channel, tag = envelope
-                parcel = (description,), len(description)
+            handle = offer(self, envelope, message, deadline, meanwhile)
+            if handle is not None:
                 try:
-                    envelope = (group, channel | LOAN, tag)
-                    self._writer.send(envelope, parcel, deadline, False, meanwhile)
-                except BaseException:
-                    try:
-                        lent.revoke()
-                    finally:
-                        lent.revoke()  # a second interrupt may have fallen into the first
-                    raise
-                return lent
-        self._writer.send(envelope, message, deadline, False, meanwhile)
-        return None
-
-    def post(self, envelope: Envelope, message: Message) -> Lent | Queued | None:
-        """Send one frame without waiting for anything; the buffers must not change meanwhile.
-
-        Returns:
-            The loan to ``settle``; or what waits to leave, to ``finish``; None if it has left.
-        """
-        loan = None
-        if message[1] >= self.lend_from and self._protocol.can_lend:
-            loan = lend(*message)
-        if loan is None:
-            return self._writer.post(envelope, message, self._at_once)
-        lent, description = loan
-        group, channel, tag = envelope
-        try:
-            parcel = (description,), len(description)
-            self._writer.post((group, channel | LOAN, tag), parcel, self._at_once)
-            return lent
-        except BaseException:
-            try:
-                lent.revoke()
-            finally:
-                lent.revoke()  # as in ``offer``
-            raise
-
-    def has_left(self, queued: Queued) -> bool:
-        """Whether all of what waited to leave has left."""
-        return self._writer.has_left(queued)
-
-    def finish(self, queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None) -> bool:
-        """Send until something that waits to leave has; False if the deadline passes first."""
-        return self._writer.finish(queued, deadline, meanwhile)
-
-    def take_back(self, posted: Lent | Queued) -> bool:
-        """Be done with what was posted: its memory is free. Return whether it arrives, or may."""
-        if isinstance(posted, Lent):
-            return posted.revoke()
-        return not self._writer.withdraw(posted)
-
-    def settle(self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
-        """Wait until the peer has read what it borrowed; then the memory is free again.
-
-        Raises:
-            DeadlineExceededError: It has not; the loan is revoked, and the message is not sent.
-            RankwireError: The connection has failed.
-        """
-        lent.settle(deadline, self.peer, self.look_for_end, meanwhile)
-
-    def wait_for_receipt(
-        self, lent: Lent, deadline: Deadline, *, meanwhile: Meanwhile | None = None
-    ) -> bool:
-        """Wait for the same, but return False at the deadline, and leave the loan as it is."""
-        return lent.wait(deadline, self.look_for_end, meanwhile)
+                    handle.settle(deadline)
+                finally:
+                    handle.revoke()  # also if an interrupt fell before ``settle``
+            return
+        self._writer.send(envelope, message, deadline, hold, meanwhile)
 
     def flush(self, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
         """Send the frames that were held back.
@@ -686,6 +599,16 @@ class Connection:
         self.stream.shut_down()
         self.stream.close()
         self._drop_rings()
+        for lent in self._lent:
+            lent.revoke()
+
+    def keep(self, lent: Lent) -> None:
+        """Keep a loan alive until the peer has read it, or the connection is closed."""
+        for other in list(self._lent):
+            if other.is_over:
+                with suppress(ValueError):  # another thread has removed it
+                    self._lent.remove(other)
+        self._lent.append(lent)
 
     def _drop_rings(self) -> None:
         """Let go of shared memory; it is gone with the last who still looks at it."""

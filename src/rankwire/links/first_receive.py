@@ -26,6 +26,8 @@ from rankwire.errors import (
 )
 from rankwire.links.inbox import ALONE, Inbox
 from rankwire.links.lender import Meanwhile
+from rankwire.links.receive_handle import ReceiveHandle
+from rankwire.override import override
 from rankwire.transports.bells import Bell
 from rankwire.transports.stream import Watched
 from rankwire.wire.frames import Envelope, Payload
@@ -34,7 +36,7 @@ from rankwire.wire.receive import PostedReceive, Receive
 _LONGEST_SLEEP = 0.1  # seconds; who was interrupted may have left a bell unrung
 
 
-class FirstReceive:
+class FirstReceive(ReceiveHandle):
     """A receive in several inboxes. For one thread at a time, but others may read for it.
 
     Args:
@@ -56,6 +58,7 @@ class FirstReceive:
         successor_of: Callable[[Inbox], Inbox] = lambda inbox: inbox,
         lookout: Meanwhile | None = None,
     ) -> None:
+        super().__init__()
         receives = (PostedReceive(envelope, self._came, nbytes=nbytes) for _ in inboxes)
         self._receives = list(zip(inboxes, receives, strict=True))
         self._envelope = envelope
@@ -67,14 +70,8 @@ class FirstReceive:
         self._first: Receive | None = None
         self._is_posted = False
 
-    @property
-    def source(self) -> int | None:
-        """The rank it came from, once it has."""
-        found = (inbox.peer for inbox, receive in self._receives if receive is self._first)
-        return next(found, None)
-
+    @override
     def post(self) -> None:
-        """Ask for it. Idempotent; also if it was interrupted."""
         if self._is_posted:
             return
         for number, (inbox, receive) in enumerate(self._receives):
@@ -90,19 +87,13 @@ class FirstReceive:
         if self._first is not None:
             self._take_back_others()
 
-    def take(self, deadline: Deadline) -> Payload:
-        """Return it.
-
-        Raises:
-            DeadlineExceededError: It has not come, and is still asked for.
-            SizeMismatchError: The first that came has another size, and stays receivable.
-            RankwireError: All those who might send it are gone.
-        """
+    @override
+    def _wait(self, deadline: Deadline) -> Payload:
         self.post()
         for _, receive in self._receives:
             receive.is_awaited = True
         try:
-            self._wait(deadline)
+            self._wait_for_first(deadline)
         finally:
             if self._first is None:
                 for inbox, receive in self._receives:
@@ -112,10 +103,11 @@ class FirstReceive:
             raise DeadlineExceededError(deadline.limit, waiting_for=missing)
         self._take_back_others()
         assert self._first is not None
+        receives = [receive for _, receive in self._receives]
+        self.index = receives.index(self._first)  # type: ignore[arg-type]
         return self._first.take()
 
-    def _wait(self, deadline: Deadline) -> None:
-        """Wait until it has come, or the deadline passes."""
+    def _wait_for_first(self, deadline: Deadline) -> None:
         lookout: Meanwhile | None = None  # until it has waited for a while
         longest = ALONE
         while not self._has_come():
@@ -131,8 +123,8 @@ class FirstReceive:
                 self._sleep(min(deadline.sleep_limit(), longest), lookout)
                 lookout, longest = self._lookout, _LONGEST_SLEEP
 
+    @override
     def give_up(self) -> None:
-        """Ask for it no more: if it has come, it is for others. Idempotent."""
         for inbox, receive in self._receives:
             _take_back(inbox, receive)
 

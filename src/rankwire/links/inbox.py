@@ -40,9 +40,8 @@ from rankwire.links.lender import Meanwhile
 from rankwire.links.shared_mailbox import SharedMailbox
 from rankwire.transports.stream import Stream, Watched
 from rankwire.wire.frames import Envelope, Frame, Payload
-from rankwire.wire.loans import LoanRevokedError
 from rankwire.wire.mailbox import Mailbox, payload_of
-from rankwire.wire.receive import Destination, PostedReceive, Receive
+from rankwire.wire.receive import Destination, MessageWithdrawnError, PostedReceive, Receive
 
 _log = logging.getLogger("rankwire")
 
@@ -520,7 +519,7 @@ class Inbox(SharedMailbox):
     def _deliver_lent(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
         """Deliver the first frame, which is lent; raises if its sender has taken it back."""
         if payload.is_revoked:
-            raise LoanRevokedError("the sender took the message back")
+            raise MessageWithdrawnError("the sender took the message back")
         with self._mutex:
             receive = self._mailbox.taker_of(envelope, len(payload))
             if not self._fetch and payload.place is None:
@@ -531,7 +530,7 @@ class Inbox(SharedMailbox):
                     return False
         if self._fetch:
             if receive is None:
-                payload.give_back()
+                payload.release()
                 self._mailbox.dropped += 1
                 frames.popleft()
                 return True

@@ -1,7 +1,7 @@
 """The lender: memory of this process that a process of this host may read, and the wait for it.
 
-``lend`` returns a ``Lent`` and the description to send; ``settle`` waits for the receipt, or
-revokes. The other end is ``borrower``; the protocol between them is in ``wire.loans``. The kernel
+``lend`` returns a ``Lent`` and the description to send; ``wait`` waits for the receipt. The other
+end is ``borrower``; the protocol between them is in ``wire.loans``. The kernel
 copies straight from the lender's arrays into the borrower's destination: 64 MiB in 6 ms where a
 Unix socket takes 20 to 30.
 
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from rankwire import runtime
 from rankwire.deadline import Deadline
-from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.memory import WORD_NBYTES, address_of
 from rankwire.wire.frames import Buffer
@@ -107,7 +106,7 @@ _arena = _Arena()
 def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
     """Lend memory; None if it is in too many pieces.
 
-    The caller sends the description and then calls ``settle``, or ``revoke`` if it cannot.
+    The caller sends the description, calls ``wait``, and then ``revoke``, also after an error.
 
     Returns:
         The loan, which keeps the memory alive, and its description.
@@ -177,30 +176,6 @@ class Lent:
                     _arena.put((self._pair, self.address))
                 # Else the peer may be about to write its receipt: these words are not used again.
             return self._was_read
-
-    def settle(
-        self,
-        deadline: Deadline,
-        peer: int,
-        look_for_end: Callable[[], None],
-        meanwhile: Meanwhile | None,
-    ) -> None:
-        """Wait for the receipt; on any other end the loan is revoked.
-
-        Raises:
-            DeadlineExceededError: It was not read in time; the message was not sent.
-        """
-        try:
-            self.wait(deadline, look_for_end, meanwhile)
-        except RankwireError:  # a refusal too
-            if not self.revoke():  # else it was read, and then its peer went
-                raise
-        finally:
-            was_read = self.revoke()
-        if not was_read:
-            raise DeadlineExceededError(
-                deadline.limit, waiting_for=[peer], detail="it does not take the message"
-            )
 
     def wait(
         self, deadline: Deadline, look_for_end: Callable[[], None], meanwhile: Meanwhile | None

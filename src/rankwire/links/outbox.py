@@ -36,11 +36,13 @@ class Queued:
         message: The payload.
         number: That of its frame, from when it is tried.
         is_withdrawn: Whether its owner has taken it back.
+        outbox: Where it waits.
     """
 
-    __slots__ = ("envelope", "is_withdrawn", "message", "number")
+    __slots__ = ("envelope", "is_withdrawn", "message", "number", "outbox")
 
-    def __init__(self, envelope: Envelope, message: Message) -> None:
+    def __init__(self, outbox: Outbox, envelope: Envelope, message: Message) -> None:
+        self.outbox = outbox
         self.envelope = envelope
         self.message = message
         self.number: int | None = None
@@ -70,7 +72,7 @@ class Outbox(FrameWriter):
                 return None
             except DeadlineExceededError:  # nothing of it has left
                 pass
-        queued = Queued(envelope, message)
+        queued = Queued(self, envelope, message)
         try:
             self.waiting.append(queued)
             try:

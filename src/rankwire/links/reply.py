@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
-from rankwire.wire.frames import Envelope
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Envelope, whole_of
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:

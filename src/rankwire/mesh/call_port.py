@@ -25,8 +25,8 @@ from rankwire.errors import ChannelClosedError, ForkedProcessError, RankwireErro
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.lender import Lent
 from rankwire.links.reply import Reply
+from rankwire.links.send_handle import SendHandle, offer
 from rankwire.mesh.calls import (
     OWN,
     CallCancelled,
@@ -38,8 +38,7 @@ from rankwire.mesh.calls import (
     Serving,
 )
 from rankwire.mesh.outgoing_calls import EXPIRED, OutgoingCalls
-from rankwire.wire.frames import Channel, Envelope, Message
-from rankwire.wire.loans import LoanRefusedError, whole_of
+from rankwire.wire.frames import Channel, Envelope, Message, whole_of
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ class MeshCallPort(CallPort):
         self._own_events: deque[PortEvent] = deque()
         self._incoming: dict[Connection, None] = {}
         self._holding: dict[Connection, None] = {}  # these have something to be flushed
-        self._lent: dict[tuple[Connection, int], Lent] = {}  # replies that are being read
+        # Replies that callers have not taken yet.
+        self._sending: dict[tuple[Connection, int], SendHandle] = {}
         self._turns: dict[int, int] = {}
         self._is_polled = False
         self._spin = mesh.new_spin()
@@ -264,26 +264,24 @@ class MeshCallPort(CallPort):
         message: Message,
         deadline: Deadline,
     ) -> None:
-        """Send a reply that the caller may read out of our memory, unless it cancels meanwhile."""
-        lent = connection.offer(envelope, message, deadline)
-        if lent is None:
+        """Send a large reply, unless the caller cancels meanwhile."""
+        handle = offer(connection, envelope, message, deadline)
+        if handle is None:
             return
-        self._lent[connection, call.request_id] = lent
+        self._sending[connection, call.request_id] = handle
         try:
-            if not call.is_wanted:  # whoever cancels sets this first, and then looks for a loan
-                lent.revoke()
-            connection.settle(lent, deadline)
-        except LoanRefusedError:
-            connection.send(envelope, message, deadline, lend=False)
+            if not call.is_wanted:  # ``drop_reply`` sets this first, and then looks for a handle
+                handle.revoke()
+            handle.settle(deadline)
         finally:
-            del self._lent[connection, call.request_id]
+            del self._sending[connection, call.request_id]
 
     def drop_reply(self, call: IncomingCall) -> None:
         """Note that the caller does not want the reply; one that it is just reading is revoked."""
         call.is_wanted = False
-        lent = self._lent.get((call.origin, call.request_id))
-        if lent is not None:
-            lent.revoke()
+        handle = self._sending.get((call.origin, call.request_id))
+        if handle is not None:
+            handle.revoke()
 
     def flush(self) -> None:
         """Send the replies that were held back, and the cancels."""

@@ -23,9 +23,8 @@ from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireE
 from rankwire.links.connection import Connection
 from rankwire.mesh.calls import Serving
 from rankwire.texts import one_line, one_of
-from rankwire.wire.frames import WORLD_GROUP, Channel
+from rankwire.wire.frames import WORLD_GROUP, Channel, whole_of
 from rankwire.wire.handshake import Purpose
-from rankwire.wire.loans import whole_of
 
 if TYPE_CHECKING:
     from rankwire.backends.mesh import Mesh

@@ -23,7 +23,7 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.lender import Lent, Meanwhile
+from rankwire.mesh.lookout import Lookout
 from rankwire.observe.status import (
     PeerStatus,
     describe_unreceived,
@@ -72,7 +72,7 @@ class Peer:
     await_verdict: Callable[[Peer, float], None] = lambda peer, patience: None
     on_lost: Callable[[PeerLostError], None] = lambda error: None
     explain: Callable[[RankwireError], RankwireError] = lambda error: error
-    lookout: Meanwhile | None = None
+    lookout: Lookout | None = None
 
     def __post_init__(self) -> None:
         self._has_verdict: runtime.Event | None = None  # made by the first who waits
@@ -85,7 +85,6 @@ class Peer:
         self.dial_lock = runtime.Lock()
         self.messages: Connection | None = None
         self._lock = runtime.Lock()
-        self._lent: list[Lent] = []
         self._connections: dict[Connection, bool] = {}  # and whether the peer has dialled
 
     def add(self, connection: Connection, *, incoming: bool = False) -> None:
@@ -121,11 +120,6 @@ class Peer:
             rank = self.member.rank
             _log.warning("rank %d has %d connections to this rank: no more", rank, count)
         return True
-
-    def keep(self, lent: Lent) -> None:
-        """Keep what is lent to it for as long as it may read that, whoever else forgets it."""
-        with self._lock:
-            self._lent = [*(other for other in self._lent if not other.is_over), lent]
 
     def send_on(self, connection: Connection) -> None:
         """Send messages on this connection from now on."""
@@ -247,8 +241,6 @@ class Peer:
         if self.messages is not None:
             self.messages.fail(cause)
             self.messages.close()
-        for lent in self._lent:
-            lent.revoke()
 
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
         """End every wait and close; say farewell on every connection if this is a good end."""
@@ -261,5 +253,3 @@ class Peer:
         for connection in self.connections():
             connection.fail(cause)
             connection.close()
-        for lent in self._lent:
-            lent.revoke()

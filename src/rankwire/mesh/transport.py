@@ -6,14 +6,18 @@ not see this: ``Backend`` has what they call.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
+from rankwire.links.receive_handle import ReceiveHandle
+from rankwire.links.send_handle import SendHandle
 from rankwire.mesh.calls import CallPort
 from rankwire.observe.status import PeerStatus, state_of
+from rankwire.override import override
 from rankwire.public_dir import PublicDir
 from rankwire.transports.shared_segment import SharedSegment
 from rankwire.wire.frames import WORLD_GROUP, Envelope, Message, Payload
@@ -21,61 +25,6 @@ from rankwire.wire.receive import Destination
 
 # What to do about a group of which a rank is not the process any more that it was made with.
 NEW_GROUP = "for collectives, all ranks make a new group: SubBackend(backend, ranks)"
-
-
-class Offer(ABC):
-    """A message that is still in this rank's memory: it waits to leave, or is read there."""
-
-    @abstractmethod
-    def wait(self, deadline: Deadline) -> bool:
-        """Wait until it has been taken; False if the deadline passes first, and it may still be."""
-
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether nothing of it is needed here any more. A look: it does nothing."""
-
-    @abstractmethod
-    def revoke(self) -> bool:
-        """Be done with it: if it was not read, it is as if it had not been sent. Idempotent.
-
-        Returns:
-            Whether it arrives, or may.
-        """
-
-
-class Expected(ABC):
-    """A message that a rank waits for, perhaps in several goes, and perhaps in a certain place.
-
-    Nothing happens before ``post`` or ``take``; after them it is to be waited for to its end, or
-    given up. Used by one thread.
-    """
-
-    @abstractmethod
-    def post(self) -> None:
-        """Ask for it, but do not wait: from now on it may come to its place. Idempotent."""
-
-    @abstractmethod
-    def take(self, deadline: Deadline) -> Payload:
-        """Return it; it is ``wire.receive.Placed`` if it is where it was wanted.
-
-        Raises:
-            DeadlineExceededError: It has not come, and is still expected.
-            RankwireError: It will not come; nothing comes to its place any more.
-        """
-
-    @abstractmethod
-    def give_up(self) -> None:
-        """Expect it no more: it is for others, and its place is free on return. Idempotent."""
-
-
-class ExpectedFromAny(Expected):
-    """A message that several ranks may send.
-
-    Attributes:
-        source: Who has sent it, once it has come.
-    """
-
-    source: int | None = None
 
 
 class Transport(PublicDir):
@@ -111,7 +60,7 @@ class Transport(PublicDir):
         deadline: Deadline,
         *,
         check: Callable[[], None] | None = None,
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         """Send one message, but do not wait for a peer that reads it out of this rank's memory.
 
         Args:
@@ -129,7 +78,7 @@ class Transport(PublicDir):
 
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
-    ) -> Offer | None:
+    ) -> SendHandle | None:
         """Send one message without waiting for the peer to take it.
 
         It leaves before what is sent to the same rank later, as soon as the peer takes it.
@@ -184,7 +133,7 @@ class Transport(PublicDir):
 
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
-    ) -> Expected:
+    ) -> ReceiveHandle:
         """Return the next message under an envelope before it has come.
 
         Args:
@@ -199,7 +148,7 @@ class Transport(PublicDir):
     @abstractmethod
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
-    ) -> ExpectedFromAny:
+    ) -> ReceiveHandle:
         """Return the next message under an envelope from one of several ranks, before it has come.
 
         It goes on while one of them is there. If several have sent one, the first of them is taken.
@@ -292,24 +241,24 @@ class Transport(PublicDir):
         return self._closed
 
 
-class _Received(Expected):
-    """What is received when it is waited for, wherever that is."""
+class _Received(ReceiveHandle):
+    """A message that is received when it is waited for, through ``Transport.receive``."""
 
     def __init__(self, ranks: Transport, src: int, envelope: Envelope, nbytes: int | None) -> None:
-        self._ranks = ranks
-        self._src = src
-        self._envelope = envelope
-        self._nbytes = nbytes
+        super().__init__()
+        self._receive = partial(ranks.receive, src, envelope, nbytes=nbytes)
 
+    @override
     def post(self) -> None:
-        """Nothing can come before it is waited for."""
+        pass
 
-    def take(self, deadline: Deadline) -> Payload:
-        """Receive it."""
-        return self._ranks.receive(self._src, self._envelope, deadline, nbytes=self._nbytes)
+    @override
+    def _wait(self, deadline: Deadline) -> Payload:
+        return self._receive(deadline)
 
+    @override
     def give_up(self) -> None:
-        """Nobody has asked for it."""
+        pass
 
 
 class Operations(Protocol):

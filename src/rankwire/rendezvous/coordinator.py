@@ -64,9 +64,8 @@ from rankwire.wire.control_messages import (
     gone_by,
     unpack,
 )
-from rankwire.wire.frames import Frame
+from rankwire.wire.frames import Frame, whole_of
 from rankwire.wire.handshake import Hello, Status
-from rankwire.wire.loans import whole_of
 from rankwire.wire.notices import Notice
 from rankwire.wire.seals import Seals
 

@@ -47,9 +47,8 @@ from rankwire.wire.control_messages import (
     pack,
     unpack,
 )
-from rankwire.wire.frames import Frame
+from rankwire.wire.frames import Frame, whole_of
 from rankwire.wire.handshake import Hello
-from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
 # The secret file may be an earlier job's until rank 0 replaces it, so one refusal proves nothing.

@@ -21,8 +21,8 @@ from rankwire.texts import one_line, printable
 from rankwire.transports.security import Policy
 from rankwire.transports.sockets import AnySocket, TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.wire.control_messages import CONTROL
+from rankwire.wire.frames import whole_of
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
-from rankwire.wire.loans import whole_of
 from rankwire.wire.seals import Seals
 
 # ``Start`` brings the name of the job; until then only the secret tells jobs apart.

@@ -28,8 +28,7 @@ from rankwire.wire.control_messages import (
     World,
     unpack,
 )
-from rankwire.wire.frames import Frame
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Frame, whole_of
 from rankwire.wire.notices import Notice
 
 _LAST_WORDS_PATIENCE = 0.2

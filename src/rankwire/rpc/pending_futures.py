@@ -28,7 +28,7 @@ from rankwire.rpc.call_inquiries import CallInquiries, Explain
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import decode_reply
 from rankwire.rpc.reservations import Allowance
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import whole_of
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:

@@ -20,15 +20,56 @@ If frames are sealed (``wire.seals``), 16 more bytes follow the payload, not cou
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rankwire.errors import MessageTooLargeError, ProtocolError
-from rankwire.wire.loans import Parcel
+from rankwire.errors import MessageTooLargeError, ProtocolError, RankwireError
 
 Buffer = bytes | bytearray | memoryview
-Payload = bytearray | Parcel  # of a received message: here, or in the sender's memory
+
+
+class UnreadPayload(Protocol):
+    """A received payload that is not in memory of the receiver's own yet. Safe from any thread.
+
+    The receiver reads all of it or parts, and then releases it.
+
+    Attributes:
+        translate: Gives the ranks in an error the numbers of a group; set by the receiver.
+    """
+
+    translate: Callable[[RankwireError], None] | None
+
+    def __len__(self) -> int:
+        """Return the length in bytes."""
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Copy the bytes from ``start`` on into ``view``, filling it.
+
+        Raises:
+            MessageWithdrawnError: The sender withdrew it; the content of ``view`` is undefined.
+            RankwireError: The sender is lost.
+        """
+
+    def whole(self) -> bytearray:
+        """Return all bytes in memory of the caller's own, and release it; raises likewise."""
+
+    def release(self) -> None:
+        """Tell the sender that its memory is no longer in use. Idempotent.
+
+        Raises:
+            MessageWithdrawnError: The sender had just withdrawn it; what was read was not sent.
+        """
+
+
+Payload = bytearray | UnreadPayload  # of a received message
+
+
+def whole_of(payload: Payload) -> bytearray:
+    """Return the bytes of a received payload, in memory of the caller's own."""
+    return payload if isinstance(payload, bytearray) else payload.whole()
+
+
 Message = tuple[Sequence[Buffer], int]  # a message to send: its pieces and total size
 # Group, channel and tag, by which messages and receives are matched. A plain tuple, because one is
 # made for every message.

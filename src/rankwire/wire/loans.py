@@ -21,14 +21,14 @@ If the lender gives up while the borrower writes its receipt, both must agree. T
 guard ``DECIDING``, looks for the receipt, and then writes the number again (sent) or ``REVOKED``.
 The borrower reads the guard again after its receipt, and waits while the lender is deciding. A
 borrower that cannot read the memory writes a ``REFUSED`` receipt; the payload then follows in the
-stream. ``links.process_memory`` reads the memory.
+stream.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rankwire.errors import MessageTooLargeError, ProtocolError, RankwireError
 
@@ -51,10 +51,6 @@ class LoanRefusedError(RankwireError):
     """The borrower cannot read this memory; the payload must be sent another way."""
 
 
-class LoanRevokedError(RankwireError):
-    """The sender revoked the loan before it was read: the message was never sent."""
-
-
 class Loan(NamedTuple):
     """Where a payload is."""
 
@@ -63,39 +59,6 @@ class Loan(NamedTuple):
     receipt: int
     nbytes: int
     pieces: list[tuple[int, int]]  # address and length
-
-
-class Parcel(Protocol):
-    """A payload that is still in the sender's memory.
-
-    The receiver reads all of it or parts, and then gives it back. Safe from any thread.
-    """
-
-    def __len__(self) -> int:
-        """Return the length in bytes."""
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Copy the bytes from ``start`` on into ``view``, filling it.
-
-        Raises:
-            LoanRevokedError: The sender has revoked it; the content of ``view`` is undefined.
-            RankwireError: The sender is lost.
-        """
-
-    def whole(self) -> bytearray:
-        """Return all bytes in memory of the caller's own, and give it back; raises likewise."""
-
-    def give_back(self) -> None:
-        """Tell the sender that its memory is no longer in use. Idempotent.
-
-        Raises:
-            LoanRevokedError: The sender had just revoked it; what was read was not sent.
-        """
-
-
-def whole_of(payload: bytearray | Parcel) -> bytearray:
-    """Return the bytes of a received payload, in memory of the caller's own."""
-    return payload if isinstance(payload, bytearray) else payload.whole()
 
 
 def pack_loan(

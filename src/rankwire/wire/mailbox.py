@@ -18,8 +18,7 @@ from operator import attrgetter
 
 from rankwire.errors import RankwireError, SizeMismatchError
 from rankwire.interrupts import ONCE
-from rankwire.wire.frames import Envelope, Payload
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import Envelope, Payload, whole_of
 from rankwire.wire.receive import Destination, Placed, Receive
 
 # Tags that differ only in these lower bits are one family: the steps of a collective.
@@ -53,6 +52,7 @@ class Mailbox:
     """
 
     __slots__ = (
+        "_abandoned",
         "_keep_unmatched",
         "_refused",
         "_unmatched_limit",
@@ -74,6 +74,7 @@ class Mailbox:
         self.arrived: dict[Envelope, deque[Payload]] = {}
         self.wanted_by: dict[Envelope, deque[Receive]] = {}
         self._refused: deque[Envelope] | None = None  # made with the first
+        self._abandoned: dict[int, RankwireError] = {}  # groups whose receives have ended
         self.failure: RankwireError | None = None
         self.dropped = 0
         self.misfits: list[Receive] = []
@@ -117,6 +118,8 @@ class Mailbox:
             self._count(-1, -nbytes)
         elif self.failure is not None:
             receive.fail(self.failure)
+        elif receive.envelope[0] in self._abandoned:  # its group was closed meanwhile
+            receive.fail(self._abandoned[receive.envelope[0]])
         else:
             wanted = self.wanted_by.get(receive.envelope)
             if wanted is None:
@@ -313,7 +316,10 @@ class Mailbox:
         return ended
 
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
-        """End the receives of one group, and drop its arrived messages."""
+        """End the receives of one group, now and later, and drop its arrived messages."""
+        self._abandoned[group] = error
+        if len(self._abandoned) > _MOST_REFUSED:
+            del self._abandoned[next(iter(self._abandoned))]
         ended = [r for key, wanted in self.wanted_by.items() if key[0] == group for r in wanted]
         if self.placing is not None and self.placing.envelope[0] == group:
             ended.append(self.placing)

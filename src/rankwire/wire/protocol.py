@@ -10,8 +10,8 @@ from enum import Enum
 
 from rankwire.errors import ChannelClosedError, PeerLostError, ProtocolError, RankwireError
 from rankwire.texts import MAX_REASON, one_line
-from rankwire.wire.frames import LOAN, Channel, Envelope, Frame, Message
-from rankwire.wire.loans import Loan, Parcel, unpack_loan, whole_of
+from rankwire.wire.frames import LOAN, Channel, Envelope, Frame, Message, UnreadPayload, whole_of
+from rankwire.wire.loans import Loan, unpack_loan
 
 # What a greeting says, in its tag: whether its sender can read the other end's memory, what memory
 # there is for a ring to it (``wire.ring``), and that it uses the one that was offered.
@@ -117,7 +117,7 @@ class Protocol:
         self.state = state_after(self.state, event)
 
     def take(
-        self, frames: Iterable[Frame], borrow: Callable[[Loan], Parcel]
+        self, frames: Iterable[Frame], borrow: Callable[[Loan], UnreadPayload]
     ) -> tuple[list[Frame], ProtocolError | None]:
         """Process the greetings, the farewell and the loans among received frames.
 

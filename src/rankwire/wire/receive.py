@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import RankwireError
-from rankwire.wire.frames import LOAN, Envelope, Frame, Payload
-from rankwire.wire.loans import whole_of
+from rankwire.wire.frames import LOAN, Envelope, Frame, Payload, whole_of
 
 if TYPE_CHECKING:
     from rankwire.wire.seals import FrameMac
@@ -41,12 +40,17 @@ class Destination:
         return 0 if nbytes == len(self.view) else None
 
 
-class Placed:
-    """A ``Parcel``: a received payload whose bytes, except its head, are in a destination."""
+class MessageWithdrawnError(RankwireError):
+    """The sender withdrew the message before it was read: it was never sent."""
 
-    __slots__ = ("destination", "head")
+
+class Placed:
+    """An ``UnreadPayload`` whose bytes, except its head, are in a destination."""
+
+    __slots__ = ("destination", "head", "translate")
 
     def __init__(self, head: bytes, destination: Destination) -> None:
+        self.translate: Callable[[RankwireError], None] | None = None
         self.head = head
         self.destination = destination
 
@@ -63,8 +67,24 @@ class Placed:
         whole += self.destination.view
         return whole
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Do nothing: the sender's memory is not in use."""
+
+
+def is_placed(payload: Payload) -> bool:
+    """Whether the bytes of a payload are in the memory that its receiver provided."""
+    return isinstance(payload, Placed)
+
+
+def copy_payload(payload: Payload, view: memoryview, start: int = 0) -> None:
+    """Copy the bytes from ``start`` on into ``view``, which has their size.
+
+    A payload that was placed is there already: it was received for this very view.
+    """
+    if isinstance(payload, bytearray):
+        view[:] = memoryview(payload)[start:]
+    elif not isinstance(payload, Placed):
+        payload.read_into(start, view)
 
 
 class LargePayload(NamedTuple):

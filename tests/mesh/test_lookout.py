@@ -31,7 +31,7 @@ from rankwire.errors import (
 )
 from rankwire.links import borrower, connection
 from rankwire.links.borrower import Borrowed
-from rankwire.mesh.bulk import Link, ReadingAll
+from rankwire.mesh.lookout import Link, Lookout
 from rankwire.transports.shared_memory import CAN_SHARE
 from real_time import Deadline
 from worlds import (
@@ -346,7 +346,7 @@ def test_a_rank_that_connects_again_while_its_old_connection_is_forgotten_is_rea
             return self.states.pop(0)
 
     inbox = Connecting()
-    reading = ReadingAll(REAL_TIME)
+    reading = Lookout(REAL_TIME)
     reading.add(inbox)
     reading.read()
     reading.read()

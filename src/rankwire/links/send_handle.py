@@ -1,0 +1,222 @@
+"""A message that is being sent: what its sender holds until the buffers are free again.
+
+``offer`` and ``post`` send a message. If the buffers are still in use on return, because the peer
+reads them out of this process's memory or because the message waits to leave, they return a
+``SendHandle``. The layers above do not know which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rankwire.deadline import Deadline
+from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.links.lender import Lent, Meanwhile, lend
+from rankwire.links.outbox import Queued
+from rankwire.wire.frames import LOAN, Envelope, Message
+from rankwire.wire.loans import LoanRefusedError
+
+if TYPE_CHECKING:
+    from rankwire.links.connection import Connection
+
+
+class SendHandle:
+    """A sent message whose buffers are still in use.
+
+    Args:
+        connection: The connection it is sent on.
+        posted: The state of the message.
+        envelope: The envelope it is received under.
+        message: Its payload.
+        meanwhile: What to read while waiting.
+        again: Seconds for sending it by stream if the peer cannot read this process's memory; None
+            is the deadline of the wait. A message of which a part has left must be finished.
+
+    Attributes:
+        explain: Returns the error to raise instead of one from below; a group sets it, to name its
+            own ranks.
+    """
+
+    __slots__ = (
+        "_again",
+        "_connection",
+        "_envelope",
+        "_meanwhile",
+        "_message",
+        "_posted",
+        "explain",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        posted: Lent | Queued,
+        envelope: Envelope,
+        message: Message,
+        meanwhile: Meanwhile | None,
+        again: float | None,
+    ) -> None:
+        self._connection = connection
+        self._posted = posted
+        self._envelope = envelope
+        self._message = message
+        self._meanwhile = meanwhile
+        self._again = again
+        self.explain: Callable[[RankwireError], RankwireError] | None = None
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait until the buffers are free; False if the deadline passes first.
+
+        Raises:
+            RankwireError: The connection has failed.
+        """
+        posted = self._posted
+        try:
+            if isinstance(posted, Queued):
+                return posted.outbox.finish(posted, deadline, self._meanwhile)
+            return self._wait_for_receipt(posted, deadline)
+        except RankwireError as error:
+            if self.explain is None:
+                raise
+            raise self.explain(error) from error.__cause__
+
+    def _wait_for_receipt(self, lent: Lent, deadline: Deadline) -> bool:
+        if lent.was_read:  # and the thread that saw it was interrupted
+            return True
+        connection = self._connection
+        try:
+            if lent.wait(deadline, connection.look_for_end, self._meanwhile):
+                return True
+            connection.look_for_end()  # an ended connection revokes its loans
+            return False
+        except LoanRefusedError:
+            lent.revoke()
+            limit = deadline if self._again is None else Deadline(self._again, deadline.clock)
+            connection.send_small(self._envelope, self._message, limit, False, self._meanwhile)
+            return True
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until the buffers are free; if that fails, withdraw the message and raise.
+
+        Raises:
+            DeadlineExceededError: The peer did not take the message, and will not get it.
+            RankwireError: The connection has failed.
+        """
+        is_taken = False
+        try:
+            is_taken = self.wait(deadline)
+        except RankwireError:
+            if not self.revoke():  # else the peer read it, and then the connection ended
+                raise
+        finally:
+            is_taken = self.revoke() or is_taken
+        if not is_taken:
+            raise DeadlineExceededError(
+                deadline.limit,
+                waiting_for=[self._connection.peer],
+                detail="it does not take the message",
+            )
+
+    def is_over(self) -> bool:
+        """Whether the buffers are free. Does not read, send or wait."""
+        posted = self._posted
+        return posted.outbox.has_left(posted) if isinstance(posted, Queued) else posted.is_over
+
+    def revoke(self) -> bool:
+        """Free the buffers now; return whether the message arrives, or may. Idempotent.
+
+        If it does not, it is as if it had never been sent.
+        """
+        return _take_back(self._posted)
+
+
+def _take_back(posted: Lent | Queued) -> bool:
+    return not posted.outbox.withdraw(posted) if isinstance(posted, Queued) else posted.revoke()
+
+
+def offer(
+    connection: Connection,
+    envelope: Envelope,
+    message: Message,
+    deadline: Deadline,
+    meanwhile: Meanwhile | None = None,
+    *,
+    while_sending: Meanwhile | None = None,
+    again: float | None = None,
+) -> SendHandle | None:
+    """Send one message, but do not wait for a peer that reads it out of this process's memory.
+
+    Args:
+        connection: The connection to send on.
+        envelope: The envelope it is received under.
+        message: The payload.
+        deadline: For handing it over.
+        meanwhile: What to read while the peer does not take it.
+        while_sending: Used here in place of ``meanwhile``, which the handle uses.
+        again: See ``SendHandle``.
+
+    Returns:
+        None if the buffers are free.
+    """
+    reading = while_sending or meanwhile
+    if message[1] >= connection.lend_from and connection.can_lend:
+        loan = lend(*message)
+        if loan is not None:
+            lent, description = loan
+            try:
+                connection.send_small(
+                    _lent_under(envelope), _parcel(description), deadline, False, reading
+                )
+                return SendHandle(connection, lent, envelope, message, meanwhile, again)
+            except BaseException:
+                try:
+                    lent.revoke()
+                finally:
+                    lent.revoke()  # a second interrupt may have fallen into the first
+                raise
+    connection.send_small(envelope, message, deadline, False, reading)
+    return None
+
+
+def post(
+    connection: Connection,
+    envelope: Envelope,
+    message: Message,
+    meanwhile: Meanwhile | None = None,
+    again: float | None = None,
+) -> SendHandle | None:
+    """Send one message without waiting; the arguments and the result are those of ``offer``.
+
+    The connection keeps the buffers until the message has left, even if the handle is dropped.
+    """
+    loan = None
+    if message[1] >= connection.lend_from and connection.can_lend:
+        loan = lend(*message)
+    posted: Lent | Queued | None = None
+    try:
+        if loan is None:
+            posted = connection.post_small(envelope, message, connection.at_once)
+            if posted is None:
+                return None
+        else:
+            posted, description = loan
+            connection.keep(posted)
+            connection.post_small(_lent_under(envelope), _parcel(description), connection.at_once)
+        return SendHandle(connection, posted, envelope, message, meanwhile, again)
+    except BaseException:
+        if posted is not None:
+            try:
+                _take_back(posted)
+            finally:
+                _take_back(posted)  # as in ``offer``
+        raise
+
+
+def _lent_under(envelope: Envelope) -> Envelope:
+    group, channel, tag = envelope
+    return group, channel | LOAN, tag
+
+
+def _parcel(description: bytes) -> Message:
+    return (description,), len(description)
