@@ -47,7 +47,6 @@ SHOWN_IN = {
     "torch/rpc/naming_rule": "torch_programs/test_rpc_naming_rule.py",
     "torch/rpc/bounds": "torch_programs/test_rpc_hostile_arguments.py",
     "torch/rpc/listed_functions": "torch_programs/test_rpc_hostile_arguments.py",
-    "torch/rpc/layers": "torch_programs/test_rpc_remote_module.py",
     "torch/rpc/remote_module": "torch_programs/test_rpc_remote_module.py",
     "torch/rpc/initialization": "torch_programs/test_rpc_installation.py",
     "torch/rpc/autograd": "torch_programs/test_rpc_autograd.py",

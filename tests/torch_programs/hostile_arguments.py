@@ -25,8 +25,7 @@ import torch
 from rankwire.codec.tensors import CODES
 from rankwire.torch.rpc.bounds import ResultLimits
 from rankwire.torch.rpc.guards import _OF_CONTAINERS, find_method, guarded, tensor_checks
-from rankwire.torch.rpc.layers import _RUN, layers
-from rankwire.torch.rpc.listed_functions import listed_functions
+from rankwire.torch.rpc.listed_functions import _RUN, layers, listed_functions
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule
 from rankwire.torch.rpc.torch_codec import build_tensor
 

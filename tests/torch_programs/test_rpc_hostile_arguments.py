@@ -23,8 +23,7 @@ import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import FunctionNotFoundError, RemoteError  # noqa: E402
 from rankwire.torch.rpc import bounds  # noqa: E402
 from rankwire.torch.rpc.guards import guarded  # noqa: E402
-from rankwire.torch.rpc.layers import layers  # noqa: E402
-from rankwire.torch.rpc.listed_functions import listed_functions  # noqa: E402
+from rankwire.torch.rpc.listed_functions import layers, listed_functions  # noqa: E402
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule  # noqa: E402
 from rankwire.torch.rpc.session import current  # noqa: E402
 from rankwire.torch.rpc.torch_codec import build_tensor  # noqa: E402

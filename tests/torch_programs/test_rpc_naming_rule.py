@@ -27,7 +27,7 @@ from rankwire.torch.rpc.functions import (  # noqa: E402
     is_exposed,
 )
 from rankwire.torch.rpc.guards import find_method, guarded  # noqa: E402
-from rankwire.torch.rpc.layers import layers, make_layer  # noqa: E402
+from rankwire.torch.rpc.listed_functions import layers, make_layer  # noqa: E402
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, name_of  # noqa: E402
 
 HERE = __name__

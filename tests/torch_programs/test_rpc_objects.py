@@ -676,20 +676,20 @@ def test_each_rank_can_have_so_many_objects_expected_and_lets_go_of_them_when_it
         lambda: owned.release(ObjectId(1, MOST_EXPECTED, KEY), 2, giver=1),
         lambda: owned.came_back(ObjectId(1, MOST_EXPECTED, KEY), 2),
         lambda: owned.not_made(ObjectId(2, 0, KEY)),
-        lambda: owned.begin_waiting(2),
+        lambda: owned.claims.charge(2),
     ):
         with pytest.raises(OverloadedError, match="rank 2"):
             refused()
     assert owned.expect(ObjectId(1, MOST_EXPECTED, KEY), 3).is_expected  # others can
     made(owned, number=5)
-    owned.begin_waiting(2)  # that one does not count any more
+    owned.claims.charge(2)  # that one does not count any more
     owned.lose(2, PeerLostError(2, "killed"))
     owned.lose(3, PeerLostError(3, "killed"))
     assert owned.count() == (1, 1)  # that which was made
     for number in range(3):
         owned.not_made(ObjectId(4, number, KEY))
         owned.release(ObjectId(4, number, KEY), 4, giver=0)
-    assert not any(owned._claims[rank] for rank in range(5))
+    assert not any(owned.claims.count(rank) for rank in range(5))
 
 
 def test_a_rank_without_the_key_has_no_handle():

@@ -18,8 +18,14 @@ import torch
 
 from rankwire.torch.rpc import bounds
 from rankwire.torch.rpc.bounds import Args, Check, Kwargs
-from rankwire.torch.rpc.layers import check_run, is_layer, is_run, make_layer
-from rankwire.torch.rpc.listed_functions import check_of, torch_checks
+from rankwire.torch.rpc.listed_functions import (
+    check_of,
+    check_run,
+    is_layer,
+    is_run,
+    make_layer,
+    torch_checks,
+)
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, constructors_of
 
 _DUNDERS = frozenset(
@@ -93,7 +99,7 @@ _OF_OPTIMIZERS = frozenset(("state_dict", "step", "zero_grad"))
 def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any]:
     """Return a method of an object that other ranks may call, or raise with the reason."""
     if rule.anything:
-        return _any_method(value, name)
+        return _callable(getattr(value, name), name)
     if name.startswith("_") and name not in _DUNDERS:
         raise NameRefusedError(f"the method {name!r} is private")
     cls = type(value)
@@ -102,22 +108,31 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
     owner, raw = _defined(cls, sought)
     if name in getattr(value, "__dict__", ()):
         raise NameRefusedError(f"the method {name!r} is covered by an attribute of the object")
-    if rule.allows_methods_of(owner) and _is_defined_by(rule, owner, sought, raw):
-        check: Check | None = None
-    else:
-        check = None if rule.is_strict else _check_of(rule, value, owner, sought)
-        if check is None:
-            raise NameRefusedError(
-                f"the method {name!r} of {owner.__module__}.{owner.__qualname__} is refused: its "
-                "class is not one of the program's, and the method is not in the table of those "
-                "that are safe with any arguments. Call a function of the program. To allow it on "
-                "purpose, decorate the class with @rankwire.torch.rpc.exposed, or name its module: "
-                f"init_rpc(..., allow=[{owner.__module__!r}])"
-            )
-    bound = (raw if sought == name else _defined(cls, name)[1]).__get__(value, cls)
-    if not callable(bound):
-        raise NameRefusedError(f"{name!r} is not a method")
+    is_open = rule.allows_methods_of(owner) and _is_defined_by(rule, owner, sought, raw)
+    check = None if is_open else _required_check(rule, value, owner, sought, name)
+    defined = raw if sought == name else _defined(cls, name)[1]
+    bound = _callable(defined.__get__(value, cls), name)
     return bound if check is None else partial(_checked, check, value, bound)
+
+
+def _callable(found: Any, name: str) -> Callable[..., Any]:
+    if not callable(found):
+        raise NameRefusedError(f"{name!r} is not a method")
+    return found  # type: ignore[no-any-return]
+
+
+def _required_check(rule: NamingRule, value: Any, owner: type, sought: str, name: str) -> Check:
+    """Return the check of a method whose class is not the program's; raise if it has none."""
+    check = None if rule.is_strict else _check_of(rule, value, owner, sought)
+    if check is None:
+        raise NameRefusedError(
+            f"the method {name!r} of {owner.__module__}.{owner.__qualname__} is refused: its "
+            "class is not one of the program's, and the method is not in the table of those "
+            "that are safe with any arguments. Call a function of the program. To allow it on "
+            "purpose, decorate the class with @rankwire.torch.rpc.exposed, or name its module: "
+            f"init_rpc(..., allow=[{owner.__module__!r}])"
+        )
+    return check
 
 
 def _checked(
@@ -134,13 +149,6 @@ def _defined(cls: type, name: str) -> tuple[type, Any]:
         if raw is not None:
             return owner, raw
     raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
-
-
-def _any_method(value: object, name: str) -> Callable[..., Any]:
-    found = getattr(value, name)
-    if not callable(found):
-        raise NameRefusedError(f"{name!r} is not a method")
-    return found  # type: ignore[no-any-return]
 
 
 def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:

@@ -11,8 +11,8 @@ torch sends functions as pickles, and a pickle can name anything. Here a functio
 4. No name on the way begins with an underscore, unless the function is exposed or allowed.
 5. Creating an object runs only constructors of the program, not an inherited one of a library such
    as ``subprocess.Popen``.
-6. Some functions of torch and Python (``listed_functions``) and layers of torch (``layers``) are
-   found as well, but not with ``allow="decorated"``.
+6. Some functions and layers of torch and Python (``listed_functions``) are found as well, but not
+   with ``allow="decorated"``.
 
 Names are looked up in the dictionaries of modules and classes, never by ``getattr``, so that no
 property, module ``__getattr__`` or metaclass runs. Pure, and safe from any thread.
@@ -32,8 +32,13 @@ import torch
 
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.torch.rpc.functions import is_exposed
-from rankwire.torch.rpc.layers import is_layer, layers
-from rankwire.torch.rpc.listed_functions import check_of, listed_functions, names_of_listed
+from rankwire.torch.rpc.listed_functions import (
+    check_of,
+    is_layer,
+    layers,
+    listed_functions,
+    names_of_listed,
+)
 
 MAIN = "__main__"
 DECORATED = "decorated"

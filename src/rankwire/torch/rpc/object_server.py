@@ -182,13 +182,13 @@ class ObjectServer:
 
     def _wait_for(self, owned: OwnedObject) -> Future[Any]:
         src = sender()
-        self._owned.begin_waiting(src)
+        self._owned.claims.charge(src)
         waiter = owned.when_ready()
         waiter.add_done_callback(partial(self._stop_waiting, owned, src))
         return waiter
 
     def _stop_waiting(self, owned: OwnedObject, src: int, waiter: Future[Any]) -> None:
-        self._owned.end_waiting(src)
+        self._owned.claims.discharge(src)
         if waiter.cancelled():
             self._owned.abandon(owned)
 

@@ -16,7 +16,8 @@ Updates of handles travel by several ways and may arrive out of order:
   *expected*, and calls wait for it until their deadline. It may never be created, so each rank may
   have ``MOST_EXPECTED`` such objects and waiting calls here.
 
-Lock: ``_lock`` guards the table and all counts; nothing is called while it is held. A leaf.
+Lock: ``OwnedObjects._lock`` guards the table and all counts; only that of ``Claims``, a leaf, is
+taken while it is held.
 """
 
 from __future__ import annotations
@@ -138,11 +139,51 @@ def _release_all(owned: OwnedObject, rank: int) -> None:
     owned.returning.pop(rank, None)
 
 
+class Claims:
+    """Counts, for each rank, the objects and calls here that wait for an object to be created."""
+
+    def __init__(self, own_rank: int) -> None:
+        self._own_rank = own_rank
+        self._lock = runtime.Lock()
+        self._counts: Counter[int] = Counter()
+        self._lost: set[int] = set()
+
+    def charge(self, rank: int) -> None:
+        """Count one more, or raise ``OverloadedError``."""
+        with self._lock:
+            if rank != self._own_rank and self._counts[rank] >= MOST_EXPECTED:
+                raise OverloadedError(
+                    f"rank {rank} has handles of {MOST_EXPECTED} objects here that are not made, "
+                    "or calls that wait for such"
+                )
+            self._counts[rank] += 1
+
+    def discharge(self, rank: int) -> None:
+        """Count one less."""
+        with self._lock:
+            if rank not in self._lost:
+                self._counts[rank] -= 1
+
+    def lose(self, rank: int) -> None:
+        """Forget the count of a lost rank."""
+        with self._lock:
+            self._lost.add(rank)
+            del self._counts[rank]
+
+    def count(self, rank: int) -> int:
+        """Return the count of a rank."""
+        return self._counts[rank]
+
+
 _Place = tuple[int, int]
 
 
 class OwnedObjects:
-    """The objects of this rank that others hold. Every method is safe from any thread."""
+    """The objects of this rank that others hold. Every method is safe from any thread.
+
+    Attributes:
+        claims: What other ranks wait for here.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -151,7 +192,7 @@ class OwnedObjects:
         self._objects: dict[_Place, OwnedObject] = {}
         self._own: WeakValueDictionary[_Place, OwnedObject] = WeakValueDictionary()
         self._expected: dict[ObjectId, OwnedObject] = {}  # by the whole id
-        self._claims: Counter[int] = Counter()
+        self.claims = Claims(rank)
         self._lost: dict[int, BaseException] = {}
         self._numbers = itertools.count()
 
@@ -201,21 +242,19 @@ class OwnedObjects:
     def release(self, id: ObjectId, rank: int, giver: int, sent_back: int = 0) -> None:
         """Count a handle that a rank has released, and how often it was sent back before."""
         with self._lock:
-            owned = None if rank in self._lost else self._find(id, rank)
+            if rank in self._lost:
+                return
+            owned = self._find(id, rank)
             if owned is not None and giver in self._lost and owned.held[giver, rank] <= 0:
                 return  # the lost giver's update will not come
-            if owned is None and self._may_be_untold(id, rank, giver):
+            # The call that creates it, or its giver's update, may still be on its way.
+            is_untold = giver != self._rank and giver not in self._lost
+            if owned is None and (rank == id.creator or is_untold):
                 owned = self._expect(id, rank)
             if owned is not None:
                 owned.held[giver, rank] -= 1
                 owned.returning[rank] += sent_back
                 self._tidy(owned)
-
-    def _may_be_untold(self, id: ObjectId, rank: int, giver: int) -> bool:
-        """Tell whether the call that creates it, or its giver's update, may be on its way."""
-        if rank in self._lost:
-            return False
-        return rank == id.creator or (giver != self._rank and giver not in self._lost)
 
     def came_back(self, id: ObjectId, rank: int) -> OwnedObject:
         """Return the object of a handle that a rank has sent back."""
@@ -240,7 +279,7 @@ class OwnedObjects:
                 is_unknown = not owned.held and not owned.is_waited_for
                 if owned.id.creator == rank or (owned.claimant in self._lost and is_unknown):
                     self._stop_expecting(owned)
-            del self._claims[rank]
+            self.claims.lose(rank)
         for owned in unmade:
             owned.resolve(None, error)
 
@@ -261,16 +300,6 @@ class OwnedObjects:
         owned.resolve(None, RuntimeError(_NEVER_MADE.format(id.creator)))
         self.tidy(owned)
 
-    def begin_waiting(self, rank: int) -> None:
-        """Count a call of a rank that waits for an object, until ``end_waiting``."""
-        with self._lock:
-            self._charge(rank)
-
-    def end_waiting(self, rank: int) -> None:
-        """Stop counting such a call."""
-        with self._lock:
-            self._discharge(rank)
-
     def abandon(self, owned: OwnedObject) -> None:
         """Forget an object that a call waited for in vain, if no other rank knows of it."""
         with self._lock:
@@ -282,13 +311,11 @@ class OwnedObjects:
         with self._lock:
             self._tidy(owned)
 
-    def clear(self) -> int:
-        """Forget all objects; return how many there were."""
+    def clear(self) -> None:
+        """Forget all objects."""
         with self._lock:
-            count = len(self._objects) + len(self._expected)
             self._objects.clear()
             self._expected.clear()
-            return count
 
     def count(self) -> tuple[int, int]:
         """Return how many objects others hold, and how many handles they have of them."""
@@ -310,7 +337,7 @@ class OwnedObjects:
         """Return an object that exists or may be created; None if its creator is lost."""
         owned = self._find(id, src)
         if owned is None and id.creator not in self._lost:
-            self._charge(src)
+            self.claims.charge(src)
             owned = self._expected[id] = OwnedObject(id)
             owned.claimant = src
         return owned
@@ -325,20 +352,8 @@ class OwnedObjects:
         """Discharge the rank that is charged for an object, which is now created or forgotten."""
         self._expected.pop(owned.id, None)
         if owned.claimant is not None:
-            self._discharge(owned.claimant)
+            self.claims.discharge(owned.claimant)
             owned.claimant = None
-
-    def _charge(self, rank: int) -> None:
-        if rank != self._rank and self._claims[rank] >= MOST_EXPECTED:
-            raise OverloadedError(
-                f"rank {rank} has handles of {MOST_EXPECTED} objects here that are not made, or "
-                "calls that wait for such"
-            )
-        self._claims[rank] += 1
-
-    def _discharge(self, rank: int) -> None:
-        if rank not in self._lost:
-            self._claims[rank] -= 1
 
     def _tidy(self, owned: OwnedObject) -> None:
         """Keep an object that is held or has a handle on its way here; else forget it."""
