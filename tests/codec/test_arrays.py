@@ -283,7 +283,7 @@ def test_dtype_codes_are_those_of_numpy():
     assert arrays.dtype_code(np.dtype((np.void, 3))) is None
 
 
-def test_no_torch_no_tensors(monkeypatch):
+def test_without_torch_tensors_are_refused(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert not tensors.is_tensor(np.ones(3))
     monkeypatch.setitem(sys.modules, "torch", None)  # what makes an import fail

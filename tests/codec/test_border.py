@@ -99,7 +99,7 @@ def test_an_interrupt_is_not_an_invalid_message():
         codec.decode(payload(Ext(Code.HOOKED, _pack(["Hooked", None]))))
 
 
-def test_an_error_without_a_text_is_told_all_the_same():
+def test_a_name_too_wide_to_print_is_still_an_invalid_message():
     """The name of a default dict's factory, and that of a class, may be too wide to print."""
     wide = Ext(1, (1 << 16_000).to_bytes(2001, "little"))
     for item in (

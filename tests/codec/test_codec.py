@@ -475,7 +475,7 @@ def test_a_malformed_head_is_refused(codec, head):
         codec.decode(forge(head))
 
 
-def test_an_error_tells_its_cause(codec):
+def test_an_error_has_its_cause(codec):
     with pytest.raises(InvalidMessageError) as caught:
         codec.decode(forge(b"\xa1\xff"))
     assert isinstance(caught.value.__cause__, UnicodeDecodeError)
@@ -537,7 +537,7 @@ def test_depth_is_counted_along_a_path_not_over_siblings(codec):
 
 @pytest.mark.fault(60, "claims of much content allocate nothing")
 @pytest.mark.parametrize("claim", [2**20, 2**40, 2**62, 2**63, 2**64 - 1])
-def test_claims_allocate_nothing(codec, claim):
+def test_claimed_sizes_allocate_nothing(codec, claim):
     descriptions = [
         Ext(20, struct.pack("<Q", claim)),
         Ext(21, struct.pack("<Q", claim)),

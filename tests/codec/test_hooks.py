@@ -342,7 +342,7 @@ def test_what_take_did_stays_when_the_message_is_encoded():
 
 
 @pytest.mark.parametrize("odd", [2**70, {2**70: "\ud800"[:0]}, [2**70]])
-def test_the_second_walk_takes_once(odd):
+def test_a_message_that_is_walked_twice_calls_take_once(odd):
     counting = Counting()
     value = [Handle(1), odd]
     assert counting.codec.decode(payload_of(counting.codec, value)) == value
@@ -365,7 +365,7 @@ def test_an_interrupt_while_encoding_undoes():
     assert counting.holds == []
 
 
-def test_who_does_not_send_a_message_can_undo_it_once():
+def test_a_message_that_is_not_sent_can_be_undone_once():
     counting = Counting()
     message = counting.codec.encode([Handle(1), Handle(2)])
     counting.codec.undo(message)
@@ -383,7 +383,7 @@ def test_a_message_without_hooks_has_nothing_to_undo():
         codec.undo(message)
 
 
-def test_undoing_goes_backwards_and_goes_on_after_an_error():
+def test_undo_callbacks_run_in_reverse_order_even_if_one_raises():
     done = []
 
     def take(handle: Handle, sending: TakeContext) -> Any:

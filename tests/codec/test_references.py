@@ -70,13 +70,13 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", REFERRING)
-def test_references_are_found(name):
+def test_buffers_that_hold_references_are_found(name):
     assert holds_references(memoryview(REFERRING[name]))
     assert holds_references(memoryview(memoryview(REFERRING[name])))
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_holds_none_is_plain(name):
+def test_buffers_without_references_are_accepted(name):
     assert not holds_references(memoryview(PLAIN[name]))
 
 

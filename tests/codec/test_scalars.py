@@ -134,7 +134,7 @@ def test_dates_out_of_range_are_refused():
     ],
     ids=repr,
 )
-def test_the_bytes_are(value, code, body):
+def test_the_encoding_is_these_bytes(value, code, body):
     assert PACKERS[type(value)][0] == code
     assert PACKERS[type(value)][1](value) == body
     arrived = UNPACKERS[code](memoryview(body))

@@ -81,7 +81,7 @@ def test_the_bytes_are_the_arrays_own_memory():
 
 
 @pytest.mark.parametrize("step", [1, 2, -1])
-def test_what_lies_between_fields_does_not_travel(step):
+def test_padding_between_fields_is_not_sent(step):
     secret = np.zeros(9, [("a", "u1"), ("password", "S8"), ("b", "u1")])
     secret["password"] = b"hunter2!"
     secret["a"], secret["b"] = range(9), range(9, 18)
@@ -94,7 +94,7 @@ def test_what_lies_between_fields_does_not_travel(step):
     assert arrived.tolist() == view.tolist()
 
 
-def test_addresses_between_fields_do_not_travel():
+def test_addresses_between_fields_are_not_sent():
     array = np.array([(1, "x"), (2, "y")], [("a", "i4"), ("o", "O")])
     arrived = Codec().decode(payload_of(array[["a"]]))
     assert arrived["a"].tolist() == [1, 2]

@@ -86,12 +86,12 @@ def test_a_received_tensor_is_a_writable_view_of_the_payload():
         lambda t: torch.complex(t, t).conj().imag,
     ],
 )
-def test_views_arrive_as_what_they_show(view):
+def test_views_arrive_with_the_elements_they_show(view):
     tensor = view(torch.arange(16.0).reshape(4, 4))
     assert_same(roundtrip(tensor), tensor)
 
 
-def test_gradients_stay_here():
+def test_gradients_are_not_sent():
     tensor = torch.ones(3, requires_grad=True)
     arrived = roundtrip(tensor * 2)
     assert not arrived.requires_grad
@@ -164,7 +164,7 @@ def test_a_tensor_that_was_encoded_can_still_be_resized():
         tensor.untyped_storage().resize_(0)
 
 
-def test_a_hook_goes_before_the_own_way_of_tensors():
+def test_a_hook_for_tensors_replaces_the_codecs_encoding():
     codec = Codec()
     codec.register(
         torch.Tensor,

@@ -77,7 +77,7 @@ def test_devices_arrive_equal(torch, name):
     assert type(roundtrip(device)) is torch.device
 
 
-def test_the_bytes_are(torch):
+def test_the_encoding_is_these_bytes(torch):
     for value, code, body in [
         (torch.Size([2, 3]), 45, [2, 3]),
         (torch.bfloat16, 46, ["dtype", "bfloat16"]),
@@ -115,7 +115,7 @@ def test_the_bytes_are(torch):
     ],
     ids=str,
 )
-def test_a_name_reaches_nothing_else(torch, body):
+def test_a_name_outside_the_table_is_refused(torch, body):
     with pytest.raises(InvalidMessageError):
         Codec().decode(forge(Code.TORCH_CONSTANT, body))
 

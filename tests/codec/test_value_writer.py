@@ -158,7 +158,7 @@ def test_the_type_is_named_with_its_module(writer):
     assert refused(writer, range(2**70))[1] == "range"
 
 
-def test_the_path_says_how_to_get_there(writer):
+def test_the_path_leads_to_the_refused_value(writer):
     bad = object()
     assert refused(writer, {"a": [0, {3: bad}]})[0] == '["a"][1][3]'
     assert refused(writer, {(1, 2): bad})[0] == "[<tuple>]"

@@ -40,7 +40,7 @@ def forge(code: int, body: Any) -> bytearray:
     ],
     ids=repr,
 )
-def test_the_bytes_are(value, code, body):
+def test_the_encoding_is_these_bytes(value, code, body):
     assert payload_of(value) == forge(code, body)
     arrived = Codec().decode(forge(code, body))
     assert type(arrived) is type(value)
@@ -92,7 +92,7 @@ def test_other_attributes_are_refused(value):
         *(frozenset, OrderedDict, Counter, deque),
     ],
 )
-def test_a_default_dict_goes_on_making_values(factory):
+def test_a_received_default_dict_still_creates_missing_values(factory):
     arrived = roundtrip(defaultdict(factory, a=1))
     assert arrived.default_factory is factory
     if factory is not None:
@@ -146,7 +146,7 @@ def test_a_default_dict_with_another_factory_is_refused(factory):
         (Code.SLICE, 1),
     ],
 )
-def test_malformed_ones_are_refused(code, body):
+def test_malformed_bodies_are_refused(code, body):
     with pytest.raises(InvalidMessageError):
         Codec().decode(forge(code, body))
 
@@ -161,7 +161,7 @@ def test_keys_of_one_hash_are_refused(code):
 
 
 @pytest.mark.parametrize("code", [14, 15, 16, 17, 18])
-def test_they_nest_32_deep_and_no_deeper(code):
+def test_containers_nest_32_deep_and_no_deeper(code):
     def wrapped(inner: Any) -> Any:
         bodies = {14: [[1], [inner]], 15: [[1], [inner], None], 16: [[1], [inner]]}
         bodies |= {17: [[inner], None], 18: [inner, 1, 1]}

@@ -102,7 +102,7 @@ def test_f52_a_slow_rank_is_named():
 
 
 @pytest.mark.fault(52, "the status says which rank is waited for")
-def test_f52_the_status_says_who_is_waited_for():
+def test_f52_the_status_names_the_rank_that_operations_wait_for():
     with tcp_world(2) as world:
         waiting = threading.Thread(target=lambda: world[0].recv(1), daemon=True)
         waiting.start()

@@ -82,7 +82,7 @@ def test_f26_a_stopped_callee_is_named_in_the_callers_error():
 
 
 @pytest.mark.fault(26, "a lock of the user's that two calls wait for is hinted at, at the deadline")
-def test_f26_calls_that_wait_for_a_users_lock_say_who_waits_for_whom(agents, patient):
+def test_f26_the_error_of_calls_that_wait_for_a_users_lock_names_both_ranks(agents, patient):
     lock = threading.Lock()
 
     def locked(agent, dst):

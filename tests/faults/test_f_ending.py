@@ -282,7 +282,7 @@ def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way, measured)
                 go_on.set()
 
 
-def test_one_that_cannot_leave_does_not_keep_the_others_from_it():
+def test_an_object_that_cannot_leave_at_exit_does_not_keep_others_from_leaving():
     program = """
         from rankwire import TcpBackend
         from rankwire.shutdown import close_at_exit
@@ -474,7 +474,7 @@ def test_f45_closing_ends_all_that_is_in_flight(make_world, seed):
 
 
 @pytest.mark.fault(46, "a rank that closes has left; it is not reported as dead")
-def test_f46_callers_of_a_rank_that_closes_hear_that_it_has_left():
+def test_f46_callers_of_a_rank_that_closes_learn_that_it_has_left():
     with tcp_world(3) as world:
         agents = [RpcAgent(backend) for backend in world]
         started = threading.Semaphore(0)

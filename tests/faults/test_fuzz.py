@@ -101,7 +101,7 @@ def test_the_same_seed_gives_the_same_inputs():
     assert [one.next() for _ in range(500)] == [other.next() for _ in range(500)]
 
 
-def test_a_defect_is_told_with_its_input():
+def test_a_defect_is_reported_with_its_input():
     """A reader that lets anything but its own errors out is found at once."""
     target = fuzzing.Target(
         [b"\x01\x02\x03"], lambda data, _: data.decode("ascii") and None, ValueError
@@ -121,7 +121,7 @@ fuzzing.fuzz(fuzzing.Target([b"x"], greedy, ValueError), "greedy", 2)
 """
 
 
-def test_an_allocation_by_a_lying_length_is_found():
+def test_an_allocation_by_a_false_length_is_found():
     """Also in a child of a process that is larger than that."""
     ballast = bytearray(b"x") * (200 << 20)
     ended = subprocess.run(

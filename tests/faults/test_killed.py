@@ -67,7 +67,7 @@ def test_f01_a_rank_is_killed_while_idle(world_size, measured):
 
 
 @pytest.mark.fault(47, "all survivors of a barrier name the same killed rank")
-def test_f47_all_of_8_survivors_agree_on_who_died(measured):
+def test_f47_all_of_8_survivors_name_the_same_dead_rank(measured):
     for trial in range(trials(10, 100, quick=3)):
         with process_world(9) as ranks:
             victim = ranks[trial % 9]

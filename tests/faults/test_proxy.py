@@ -85,7 +85,7 @@ def test_silence_holds_everything_back_until_it_is_healed():
                 assert far.recv(1) == b"b"
 
 
-def test_who_is_refused_finds_nobody():
+def test_a_refusing_proxy_refuses_connections():
     with socket.create_server(("127.0.0.1", 0)) as listener, Proxy(listener.getsockname()) as proxy:
         where = proxy.address
         proxy.refuse()

@@ -22,7 +22,7 @@ VICTIMS = (3, 5, 7)
 @pytest.mark.fault(
     24, "what lives through many worlds keeps no memory, descriptor or thread of them"
 )
-def test_soak(measured):
+def test_a_world_survives_kills_for_a_long_time(measured):
     rounds, seconds = (int(MINUTES * 6 * NIGHTLY), 9.0) if NIGHTLY else (4, 0.2 if QUICK else 0.5)
     with contextlib.closing(Soak(measured)) as soak:
         for number in range(rounds):

@@ -88,7 +88,7 @@ def room_for_descriptors(count):
 @pytest.mark.fault(
     18, "thousands of connections that say nothing, or garbage, keep no rank from joining"
 )
-def test_f18_5000_strangers_hold_on_while_a_rank_joins(measured):
+def test_f18_a_rank_joins_while_5000_foreign_connections_are_open(measured):
     held = 5000
     with room_for_descriptors(held + 1000), contextlib.ExitStack() as stack:
         listener = bound_socket()

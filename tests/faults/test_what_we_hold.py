@@ -54,7 +54,7 @@ def test_a_promise_of_which_one_test_is_expected_to_fail_is_not_held():
     assert "heartbeats" in not_yet
 
 
-def test_a_row_that_nobody_shows_or_explains_stops_the_page():
+def test_a_row_without_a_test_or_a_reason_stops_the_page():
     run = a_run()
     del run["tests"]["tests/test_9"]
     with pytest.raises(NotHeldError, match="row 9 has no test"):

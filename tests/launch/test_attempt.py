@@ -35,7 +35,7 @@ def test_ranks_are_due_at_their_time_and_once():
     assert restarts.take_due(99.0) == []
 
 
-def test_nothing_is_started_after_the_job_was_told_to_end():
+def test_no_rank_is_started_after_the_job_was_asked_to_end():
     restarts = Restarts(3)
     restarts.plan(1, 0.0)
     restarts.cancel()

@@ -90,7 +90,7 @@ def test_a_folder_that_is_there_already_is_not_written_to(tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "days"), [(0, 1), (-1, 1), (1, 0), (1, -1)])
-def test_what_makes_no_sense_is_refused(tmp_path, world_size, days):
+def test_invalid_arguments_are_refused(tmp_path, world_size, days):
     with pytest.raises(ConfigurationError):
         make_certificates(tmp_path / "tls", world_size, days=days)
     assert not (tmp_path / "tls").exists()

@@ -66,7 +66,7 @@ except rankwire.PeerLostError as error:
         ("os._exit(7)", "exit code 7"),
     ],
 )
-def test_survivors_are_told_how_the_process_of_a_lost_rank_has_ended(run, end, how):
+def test_survivors_learn_how_the_process_of_a_lost_rank_ended(run, end, how):
     done = run(KILLED.format(end=end), "--no-prefix", ranks=3, launcher=PATIENT_COMMAND)
     reasons = done.stdout.splitlines()
     assert len(reasons) == 2, done.stderr
@@ -110,7 +110,7 @@ def test_the_first_failure_is_printed_once_and_one_line_for_each_other(run, tmp_
 
 
 @pytest.mark.slow
-def test_everything_if_that_is_wanted(run):
+def test_full_tracebacks_are_printed_on_request(run):
     done = run(CASCADE, ranks=2, env=os.environ | {FULL_TRACEBACK: "1"}, launcher=PATIENT_COMMAND)
     assert done.stderr.count("Traceback") == 3
     assert "/rankwire/backends/base.py" in done.stderr

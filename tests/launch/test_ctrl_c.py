@@ -36,7 +36,7 @@ def test_another_error_is_passed_on_as_it_is():
     assert InterruptFilter().feed(lines) == lines
 
 
-def test_what_has_no_end_is_passed_on_at_the_end():
+def test_an_unfinished_traceback_is_passed_on_at_the_end():
     fold = InterruptFilter()
     lines = printed(ValueError("bad"))[:-1]
     assert fold.feed(lines) == []
@@ -55,7 +55,7 @@ def test_a_traceback_without_frames_has_no_place():
     assert InterruptFilter().feed(lines) == ["KeyboardInterrupt"]
 
 
-def test_what_goes_on_for_ever_is_not_held_for_ever():
+def test_an_endless_traceback_is_not_held_back_without_limit():
     fold = InterruptFilter()
     lines = ["Traceback (most recent call last):", *["  more"] * 1000]
     assert len(fold.feed(lines)) + len(fold.finish()) == 1001

@@ -132,7 +132,7 @@ def test_the_job_ends_when_the_debugger_is_quit(screen):
     assert "rank 1 failed first" in terminal.text
 
 
-def test_without_it_breakpoints_say_how_to_debug_and_the_program_goes_on(tmp_path):
+def test_without_debug_rank_breakpoints_say_how_to_debug_and_the_program_goes_on(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     done = subprocess.run(
@@ -144,7 +144,7 @@ def test_without_it_breakpoints_say_how_to_debug_and_the_program_goes_on(tmp_pat
         assert line.startswith(f"[rank {rank}] breakpoint() at {script}:6 ")
 
 
-def test_a_rank_that_is_not_there_cannot_be_debugged(tmp_path):
+def test_a_rank_outside_the_world_cannot_be_debugged(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     command = [*COMMAND, "-n", "2", "--debug-rank", "2", str(script)]
@@ -153,7 +153,7 @@ def test_a_rank_that_is_not_there_cannot_be_debugged(tmp_path):
     assert "--debug-rank 2: there are ranks 0 to 1" in done.stderr
 
 
-def test_without_a_terminal_there_is_nothing_to_lend():
+def test_without_a_terminal_giving_it_to_a_rank_does_nothing():
     """As in a job of a scheduler: the rank has the launcher's stdin, whatever that is."""
     code = "from rankwire.launch.process import Terminal; t = Terminal(); t.give(0); t.take_back()"
     done = subprocess.run(
@@ -162,7 +162,7 @@ def test_without_a_terminal_there_is_nothing_to_lend():
     assert done.returncode == 0
 
 
-def test_taking_back_what_was_not_given_does_nothing():
+def test_taking_back_a_terminal_that_was_not_given_does_nothing():
     Terminal().take_back()
 
 

@@ -31,14 +31,14 @@ def only_advice(facts, cells):
     return report.advice[0]
 
 
-def test_nothing_to_change():
+def test_a_healthy_world_gets_no_advice():
     report = diagnose(world(4), links(4))
     assert report.advice == []
     assert report.marked == []
     assert report.is_well
 
 
-def test_who_is_not_reached_is_bad_and_named_with_the_reason():
+def test_a_rank_that_cannot_be_reached_is_bad_and_named_with_the_reason():
     cells = links(3)
     cells[0] = Cell(0, 1, why_not="cannot connect to 10.0.0.1:5: Connection refused")
     report = diagnose(world(3), cells)
@@ -56,7 +56,7 @@ def test_who_is_not_reached_is_bad_and_named_with_the_reason():
         ([{}, {}], "one user"),
     ],
 )
-def test_single_copy_refused_and_how_to_allow_it(changes, words):
+def test_refused_single_copy_is_reported_with_how_to_allow_it(changes, words):
     facts = [fact(rank, **change) for rank, change in enumerate(changes)]
     reason = "the kernel refuses to copy memory of process 7: Operation not permitted"
     advice = only_advice(facts, links(2, single_copy=False, why_not=reason))
@@ -73,7 +73,7 @@ def test_a_rank_that_shares_no_memory_is_named_with_the_reason():
     assert not advice.is_bad
 
 
-def test_tcp_where_a_socket_file_would_do():
+def test_tcp_within_a_host_is_reported():
     tcp = links(2, transport="tcp", single_copy=False)
     assert "XDG_RUNTIME_DIR" in only_advice(world(2), tcp).change
     apart = [fact(0), fact(1, net_namespace=2)]
@@ -81,7 +81,7 @@ def test_tcp_where_a_socket_file_would_do():
     assert diagnose([fact(0), fact(1, boot="c", host="there")], tcp).advice == []
 
 
-def test_a_link_much_slower_than_its_kind():
+def test_a_link_much_slower_than_others_of_its_kind_is_reported():
     cells = links(3)
     cells[2] = msgspec.structs.replace(cells[2], latency=1e-3)
     cells[5] = msgspec.structs.replace(cells[5], bandwidth=1e9)
@@ -105,13 +105,13 @@ def test_two_links_prove_nothing_about_each_other():
         ({"somaxconn": 3}, "3 connections may wait on here", False),
     ],
 )
-def test_a_host_that_is_short_of_something(changes, words, is_bad):
+def test_a_host_that_is_short_of_a_resource_is_reported(changes, words, is_bad):
     advice = only_advice(world(4, **changes), links(4))
     assert words in advice.what
     assert advice.is_bad == is_bad
 
 
-def test_what_differs_between_hosts():
+def test_differences_between_hosts_are_reported():
     facts = [fact(0, version="1", mtu=1500), fact(1, version="2", mtu=9000)]
     texts = [advice.what for advice in diagnose(facts, links(2)).advice]
     assert texts == [

@@ -25,7 +25,7 @@ def test_values_come_in_rank_order():
         ([FELL, RETURNED], FELL),
     ],
 )
-def test_the_first_that_is_no_consequence_is_to_blame(ended, culprit):
+def test_the_first_error_that_is_not_a_consequence_is_to_blame(ended, culprit):
     assert culprit_of(ended) is culprit
 
 

@@ -14,7 +14,7 @@ def hang():
 """
 
 
-def test_the_last_one_that_was_waited_for_is_to_blame():
+def test_the_last_rank_in_a_chain_of_waits_is_to_blame():
     assert waiting_chain(0, {}) == [0]
     assert waiting_chain(0, {0: [2]}) == [0, 2]
     assert waiting_chain(0, {0: [1], 1: [2]}) == [0, 1, 2]
@@ -97,7 +97,7 @@ with rankwire.connect() as backend:
     assert "failed first" not in done.stderr
 
 
-def test_blame_goes_on_to_whom_the_rank_waited_for_itself(run):
+def test_blame_follows_the_chain_of_waits(run):
     done = run(
         HANG
         + """

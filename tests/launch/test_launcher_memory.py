@@ -38,7 +38,7 @@ def test_the_nearest_counter_is_asked(tmp_path, cgroup, counter):
     assert not memory.has_grown()
 
 
-def test_nothing_to_ask(tmp_path):
+def test_without_a_counter_no_growth_is_reported(tmp_path):
     assert not OomCounter(tmp_path).has_grown()
 
 

@@ -32,7 +32,7 @@ def split(*pieces: bytes, limit: int = 64 * 1024) -> list[bytes]:
         (b"\x85\x0b\x0c\x1c", [b"\x85\x0b\x0c\x1c"]),  # ends of lines for str, not for us
     ],
 )
-def test_what_a_line_is(data, lines):
+def test_output_is_split_into_lines_at_these_characters(data, lines):
     assert split(data) == lines
     assert split(*(data[i : i + 1] for i in range(len(data)))) == lines
 

@@ -126,7 +126,7 @@ def test_an_error_has_the_rank_and_its_traceback_and_the_world_goes_on(processes
     assert processes.run(rank_of) == [0, 1]
 
 
-def test_those_who_wait_for_a_rank_that_has_failed_are_interrupted(processes):
+def test_ranks_that_wait_for_a_failed_rank_are_interrupted(processes):
     def fail_or_wait(backend):
         if backend.rank == 1:
             raise ZeroDivisionError

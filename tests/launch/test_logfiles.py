@@ -52,7 +52,7 @@ def test_only_their_user_can_read_logs_and_a_folder_that_was_made_for_them(tmp_p
 
 
 @pytest.mark.usefixtures("usual_umask")
-def test_a_log_that_others_can_read_is_replaced_by_one_that_they_cannot(tmp_path):
+def test_a_log_that_others_can_read_is_replaced_by_a_private_one(tmp_path):
     """They may have it open, so a change of its mode would not do. The folder is the user's."""
     (tmp_path / "rank_0.log").write_bytes(b"old\n")
     tmp_path.chmod(0o755)
@@ -63,7 +63,7 @@ def test_a_log_that_others_can_read_is_replaced_by_one_that_they_cannot(tmp_path
     assert mode_of(tmp_path) == 0o755
 
 
-def test_a_rank_that_is_started_again_goes_on_where_it_ended(tmp_path):
+def test_the_log_of_a_restarted_rank_is_continued(tmp_path):
     folder = LogFolder(tmp_path)
     folder.open(3).write(b"one\n")
     folder.open(3).write(b"two\n")
@@ -132,7 +132,7 @@ def test_a_link_that_another_user_put_into_a_shared_folder_is_refused(tmp_path, 
     assert write(shared / "logs") == b"output\n", "it is his folder"
 
 
-def test_a_folder_that_cannot_be_made_is_said_to_be(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").touch()
     refused(tmp_path / "file", "--log-dir .*exists")
     refused(tmp_path / "file" / "sub", "--log-dir .*ot a directory")

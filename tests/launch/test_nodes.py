@@ -167,7 +167,7 @@ def numbers_of_lines(stdout: str) -> list[int]:
     return [int(line.split()[-2]) for line in stdout.splitlines()]
 
 
-def test_a_goodbye_while_our_output_has_a_slow_reader_is_no_loss(hosts):
+def test_a_node_that_leaves_while_output_is_read_slowly_is_not_lost(hosts):
     first, second = hosts.start(f"if rank == 0:\n    {TALK}", ranks=(1, 1), ready=False)
     assert second.wait()[0] == 0  # it has hung up, and nobody has read what node 0 has to say
     code, stdout, stderr = first.wait()
@@ -184,7 +184,7 @@ def test_a_reader_that_is_away_misses_no_line_of_another_node(hosts):
     assert numbers_of_lines(stdout) == list(range(4000))
 
 
-def test_lines_that_no_reader_took_when_the_job_was_told_to_end_are_counted(hosts):
+def test_unread_lines_are_counted_when_the_job_is_asked_to_end(hosts):
     body = f"{TALK}print('all said', file=sys.stderr)\nsignal.pause()"
     launched = hosts.start(body, ranks=(1, 1), ready=False)
     for host in launched:
@@ -268,7 +268,7 @@ time.sleep(60)
     assert results[0][2].endswith("rankwire: killed: ranks 0, 1, 2, 3\n")
 
 
-def test_a_host_is_told_which_signal_at_another_one_stopped_its_ranks(hosts):
+def test_a_host_names_the_signal_on_another_host_that_stopped_its_ranks(hosts):
     launched = hosts.start("ready(); time.sleep(60)")
     launched[0].send(signal.SIGTERM)
     results = wait_all(launched)
@@ -374,7 +374,7 @@ def test_another_secret_is_refused(hosts, tmp_path):
 
 
 @pytest.mark.fault(57, "who finds a stranger at the rendezvous port is told so within 5 s")
-def test_row_57_a_stranger_at_the_port(hosts):
+def test_row_57_a_foreign_process_listens_at_the_port(hosts):
     hosts.write("ready()")
     host, port = hosts.master.split(":")
     listening = threading.Event()
@@ -544,7 +544,7 @@ def test_the_environment_may_name_the_folder_on_several_hosts(hosts, tmp_path, m
     assert f"{tmp_path / 'nowhere'} has no ca.pem" in stderr
 
 
-def test_a_launcher_without_tls_is_told_how_to_get_it(hosts, tls_dir):
+def test_a_launcher_without_tls_gets_an_error_that_says_how_to_use_it(hosts, tls_dir):
     hosts.write("ready()\ntime.sleep(60)")
     hosts.launch(0, "--tls", str(tls_dir))
     code, _, stderr = hosts.launch(1).wait()

@@ -57,7 +57,7 @@ def test_a_wait_ends_when_its_time_has_passed():
     assert not Printer().print_until(lambda: False, 0.01)
 
 
-def test_a_screen_that_is_closed_does_no_harm(monkeypatch):
+def test_a_closed_output_does_no_harm(monkeypatch):
     class Closed(Stream):
         def write(self, text):
             raise ValueError("I/O operation on closed file")

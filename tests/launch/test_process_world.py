@@ -95,7 +95,7 @@ def test_an_interrupt_does_not_leave_a_module_half_imported(tmp_path, monkeypatc
         world.close()
 
 
-def test_stacks_are_told_while_a_function_runs(world, rank):
+def test_stacks_can_be_read_while_a_function_runs(world, rank):
     def hang(backend):
         time.sleep(60)
 
@@ -168,7 +168,7 @@ def nap(backend, seconds, value):
     return value
 
 
-def test_a_rank_that_stands_still_does_not_keep_its_world_from_closing():
+def test_a_stopped_rank_does_not_keep_its_world_from_closing():
     world = ProcessWorld(2, {})
     os.kill(world.ranks[1].pid, signal.SIGSTOP)
     world.close(patience=0.2)

@@ -154,7 +154,7 @@ def terminal():
         yield start
 
 
-def test_on_a_terminal_each_rank_redraws_a_line_of_its_own(terminal, program, tmp_path):
+def test_on_a_terminal_each_rank_redraws_its_own_line(terminal, program, tmp_path):
     started = terminal("-n", "2", program(PROGRAM))
     half = [bar(50, rank) for rank in range(2)]
     started.read_until(lambda screen: half == [line for line in screen if "|" in line])

@@ -202,7 +202,7 @@ def test_ranks_are_killed_at_random_moments(job, seed):
     assert_quiet(job)
 
 
-def test_a_rank_that_stands_still_is_killed_and_started_anew(run):
+def test_a_stopped_rank_is_killed_and_restarted(run):
     done = run(
         """
 import rankwire
@@ -364,7 +364,7 @@ time.sleep(60)
     launched.wait_until_all_gone(5.0)
 
 
-def test_starting_all_and_starting_one_cannot_both_be_wanted(run):
+def test_restarting_all_and_restarting_one_cannot_be_combined(run):
     done = run("", "--on-failure", "restart", "--restarts", "1")
     assert done.returncode == 2
     assert "choose one of the two" in done.stderr

@@ -38,13 +38,13 @@ def test_each_line_begins_with_its_rank(run):
     ]
 
 
-def test_all_after_the_script_is_its_own(run):
+def test_all_arguments_after_the_script_go_to_the_script(run):
     options = ("-n", "7", "--help", "--", "--prefix")
     done = run("print(sys.argv[1:])", "--no-prefix", "--", ranks=1, args=options)
     assert done.stdout == f"{list(options)}\n"
 
 
-def test_a_module(tmp_path):
+def test_run_starts_a_module(tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = subprocess.run(
         [sys.executable, "-m", "rankwire", "run", "-n", "1", "-m", "mine", "--lr", "3"],
@@ -57,7 +57,7 @@ def test_a_module(tmp_path):
     assert done.stdout == "[rank 0] __main__ ['--lr', '3']\n"
 
 
-def test_what_a_rank_is_told(run):
+def test_a_rank_gets_its_settings_from_the_environment(run):
     done = run(
         """
 import socket, hashlib
@@ -100,12 +100,12 @@ def test_a_rank_inherits_nothing_else(run):
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
-def test_no_ranks(ranks):
+def test_a_world_without_ranks_is_refused(ranks):
     with pytest.raises(InvalidWorldSizeError):
         run_ranks(RunOptions(["x.py"], ranks=ranks))
 
 
-def test_impossible_settings(tmp_path):
+def test_impossible_settings_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError):
         run_ranks(RunOptions(["x.py"], ranks=1, grace=float("nan")))
@@ -121,7 +121,7 @@ with rankwire.connect() as backend:
 """
 
 
-def test_a_runtime_directory_that_is_not_there_is_said_once_and_the_ranks_meet(run, tmp_path):
+def test_a_missing_runtime_directory_is_logged_once_and_the_world_forms(run, tmp_path):
     gone = str(tmp_path / "gone")
     environ = os.environ | {"XDG_RUNTIME_DIR": gone}
     done = run(CONNECT, "--no-prefix", env=environ)
@@ -154,7 +154,7 @@ def test_a_script_whose_name_begins_with_a_dash(tmp_path):
     assert (done.stdout, done.stderr) == ("[rank 0] ['-plain.py', '-x']\n", "")
 
 
-def test_too_few_descriptors_are_told_in_one_line(script):
+def test_too_few_descriptors_are_reported_in_one_line(script):
     command = [sys.executable, "-m", "rankwire", "run", "-n", "4", script("print(1)")]
     done = subprocess.run(
         ["sh", "-c", 'ulimit -n 12; exec "$@"', "sh", *command],
@@ -192,7 +192,7 @@ def test_a_host_with_the_other_loopback_address_only(script):
     assert (done.returncode, done.stdout.count("unix"), done.stderr) == (0, 2, "")
 
 
-def test_a_host_whose_loopback_is_down_is_told_so_at_once(script):
+def test_a_host_whose_loopback_is_down_gets_an_error_at_once(script):
     command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
     done = in_a_network_of_its_own("true", command)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
@@ -233,7 +233,7 @@ def test_the_exit_code_is_the_failing_ranks(run):
     assert "[rank 1] why\nrankwire: rank 1 failed first: exit code 7\n" in done.stderr
 
 
-def test_what_it_said_is_shown_again_if_much_was_said_since(run):
+def test_output_of_the_failed_rank_is_repeated_if_many_lines_followed(run):
     done = run(
         """
 meet(2)
@@ -378,7 +378,7 @@ while not all(os.path.exists(f"{ready}{other}") for other in (0, 2)):
     assert any(line.startswith("rankwire: failed because of that: rank ") for line in lines)
 
 
-def test_who_raised_first_is_known_from_the_coordinator(run):
+def test_the_rank_that_raised_first_is_known_from_the_coordinator(run):
     done = run(
         """
 import rankwire
@@ -423,7 +423,7 @@ backend.recv(1)
     ],
     ids=["by an error", "by a code"],
 )
-def test_who_is_slow_to_end_is_blamed_all_the_same(run, fall, code, words):
+def test_a_rank_that_is_slow_to_end_is_still_blamed(run, fall, code, words):
     done = run(SLOW_TO_END.format(seconds=1.0, fall=fall), ranks=3)
     assert done.returncode == code
     assert f"rank 1 failed first: {words}" in done.stderr
@@ -432,7 +432,7 @@ def test_who_is_slow_to_end_is_blamed_all_the_same(run, fall, code, words):
 
 
 @pytest.mark.slow
-def test_who_began_it_and_does_not_end_is_stopped_and_named(run):
+def test_the_first_rank_to_fail_is_stopped_and_named_if_it_does_not_end(run):
     fall = "raise ValueError('the reason')"
     done = run(SLOW_TO_END.format(seconds=60, fall=fall), "--grace", "0.5", ranks=3)
     assert done.returncode == 1
@@ -460,7 +460,7 @@ time.sleep(60)
     assert "rank 0 failed first: exit code 4\n" in done.stderr
 
 
-def test_who_lost_another_is_not_to_blame(run):
+def test_a_rank_that_lost_another_is_not_to_blame(run):
     done = run(
         """
 import rankwire.errors
@@ -476,7 +476,7 @@ raise ValueError("the reason")
     assert "failed too: rank 0 (exit code 1)" in done.stderr
 
 
-def test_who_does_not_stop_is_killed(start):
+def test_a_rank_that_does_not_stop_is_killed(start):
     launched = start(
         IGNORE + "ready()\nmeet(3)\nif rank == 1: sys.exit(3)\ntime.sleep(60)",
         "--grace",
@@ -792,7 +792,7 @@ def test_a_rank_that_closes_its_output(run):
     ]
 
 
-def test_logs(run, tmp_path):
+def test_log_dir_has_all_output_of_each_rank(run, tmp_path):
     logs = tmp_path / "a" / "logs"
     done = run(
         r"os.write(1, b'out\xff'); os.write(2, b'err\n' + b'%d' % rank)", "--log-dir", str(logs)

@@ -102,7 +102,7 @@ def test_lines_that_come_in_pieces_are_the_same_lines(ranks, step):
     assert ranks.finish(1) == ([], 0)
 
 
-def test_a_rank_that_goes_on_after_an_error_has_it_printed(ranks):
+def test_an_error_is_printed_if_its_rank_goes_on(ranks):
     ranks.feed(0, *error())
     assert ranks.feed(1, *error()) == []
     assert ranks.folds[1].is_holding
@@ -229,7 +229,7 @@ def test_the_log_of_each_rank_has_all_of_it(run, tmp_path):
         assert FACTS["shapes"] in (logs / f"rank_{rank}.log").read_text()
 
 
-def test_everything_is_printed_if_that_is_wanted(run):
+def test_everything_is_printed_on_request(run):
     environment = os.environ | {FULL_TRACEBACK: "1"}
     done = run(PROGRAMS["before connect"], ranks=4, env=environment, launcher=PATIENT_COMMAND)
     assert done.stderr.count("Traceback") == 4

@@ -23,12 +23,12 @@ def fallen(rank, *, cause=None, traceback=""):
     return gone_by(rank, Fallen("it raised ValueError", traceback, cause))
 
 
-def test_the_first_with_a_reason_of_its_own():
+def test_the_first_rank_that_did_not_lose_another_is_to_blame():
     assert first_failure([LOST, OWN]) is OWN
     assert first_failure([OWN, LOST]) is OWN
 
 
-def test_the_first_if_all_lost_another():
+def test_the_first_rank_is_to_blame_if_all_lost_another():
     later = Failure(3, Ending(code=1), LOST.errors)
     assert first_failure([LOST, later]) is LOST
 
@@ -56,7 +56,7 @@ def test_a_killed_rank_lost_no_other():
     assert first_failure([LOST, killed]) is killed
 
 
-def test_a_quoted_traceback_is_not_the_ranks_own():
+def test_a_quoted_traceback_does_not_count_as_the_ranks():
     quoted = [f"  | {line}" for line in [*TRACEBACK, "ValueError: theirs"]]
     lost = Failure(0, Ending(code=1), [*LOST.errors, *quoted])
     assert lost.is_consequence
@@ -64,7 +64,7 @@ def test_a_quoted_traceback_is_not_the_ranks_own():
     assert excerpt(["noise", *quoted]) == ["noise", *quoted]
 
 
-def test_what_it_told_the_coordinator_when_its_stderr_tells_nothing():
+def test_a_report_to_the_coordinator_counts_if_stderr_has_no_error():
     told = fallen(2, traceback="\n".join(OWN.errors))
     quiet = Failure(2, Ending(code=1), ["shutting down"], told)
     assert quiet.excerpt == OWN.errors
@@ -82,7 +82,7 @@ def test_what_a_rank_said_of_itself_counts_more_than_its_text():
     assert Failure(0, Ending(code=1), [], ended).reason == ""
 
 
-def test_who_began_it_is_known_from_their_own_words_and_those_of_others():
+def test_ranks_to_blame_are_found_from_the_reports_of_all_ranks():
     assert blamed([]) == set()
     assert blamed([Gone(3, "its connection ended"), fallen(0, cause=1), fallen(2)]) == {1, 2}
     assert blamed([Gone(1, "silent", silent=True), fallen(0, cause=1)]) == set()
@@ -110,7 +110,7 @@ def test_the_lines_worth_showing():
         (Ending(signal=signal.SIGSEGV), "killed by SIGSEGV (a crash in native code)", 139),
     ],
 )
-def test_endings(ending, text, code):
+def test_the_ending_of_a_rank_has_a_text_and_an_exit_code(ending, text, code):
     assert str(ending) == text
     assert ending.exit_code == code
     assert ending.is_failure == (code != 0)

@@ -42,7 +42,7 @@ print(os.environ["RANKWIRE_TLS_DIR"])
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/tls\n" * 2), done.stderr
 
 
-def test_who_has_the_secret_and_no_certificate_is_kept_out(run, tls_dir):
+def test_a_rank_with_the_secret_but_no_certificate_is_refused(run, tls_dir):
     done = run(
         """
 import rankwire

@@ -80,14 +80,14 @@ def test_a_circle_of_causes_ends():
     ],
     ids=repr,
 )
-def test_what_comes_from_another_rank(error, expected):
+def test_errors_are_classified_as_consequences_of_another_rank(error, expected):
     assert is_consequence(error) is expected
 
 
 # -- what is known of losses -----------------------------------------------------------------------
 
 
-def test_a_first_loss_is_told_as_it_is():
+def test_a_first_loss_is_reported_unchanged():
     losses = Losses()
     error = losses.explain(lost(1, remote_traceback="Traceback ..."))
     assert (error.peer, error.root) == (1, 1)
@@ -95,7 +95,7 @@ def test_a_first_loss_is_told_as_it_is():
     assert losses.first == 1
 
 
-def test_who_fell_because_of_another_is_told_with_the_first_cause_alone():
+def test_a_consequence_is_reported_with_the_first_cause_alone():
     losses = Losses()
     losses.explain(lost(1, remote_traceback="of rank 1"))
     second = PeerUnresponsiveError(0, "it raised PeerLostError", remote_traceback="of rank 0")
@@ -110,7 +110,7 @@ def test_who_fell_because_of_another_is_told_with_the_first_cause_alone():
     assert losses.first == 1
 
 
-def test_a_later_failure_of_its_own_comes_with_the_first_loss():
+def test_a_later_independent_failure_is_reported_with_the_first_loss():
     losses = Losses()
     losses.explain(lost(1))
     later = losses.explain(PeerLostError(0, "it raised KeyError", remote_traceback="of rank 0"))
@@ -123,7 +123,7 @@ def test_a_later_failure_of_its_own_comes_with_the_first_loss():
     assert left.message.startswith("rank 2 has left (after rank 1 was lost: ")
 
 
-def test_an_end_that_nobody_could_explain_counts_as_a_consequence():
+def test_an_unexplained_end_counts_as_a_consequence():
     losses = Losses()
     losses.explain(lost(1, remote_traceback="of rank 1"))
     error = losses.explain(PeerLostError(2, "its connection ended"), is_told=False)
@@ -131,12 +131,12 @@ def test_an_end_that_nobody_could_explain_counts_as_a_consequence():
     assert error.reason.startswith("its connection ended (after rank 1 was lost: ")
 
 
-def test_who_fell_because_another_had_left_says_so_itself():
+def test_a_rank_that_failed_because_another_left_says_so():
     error = Losses().explain(PeerLostError(0, "it raised ChannelClosedError: ..."), cause=1)
     assert (error.root, error.reason) == (1, "it raised ChannelClosedError: ...")
 
 
-def test_what_a_rank_tells_of_its_own_fall_is_not_called_the_traceback_of_the_one_it_blames():
+def test_a_ranks_own_traceback_is_not_attributed_to_the_rank_it_blames():
     """That one may live: whom a rank blames is its claim."""
     error = Losses().explain(PeerLostError(0, "it says", remote_traceback="of rank 0"), cause=1)
     assert (error.root, error.told_by) == (1, 0)
@@ -190,7 +190,7 @@ def test_all_survivors_name_the_first_cause(kind, wrap):
             assert "traceback on rank 1:" in str(error)
 
 
-def test_who_gives_up_a_collective_of_a_group_is_named_by_its_rank_in_the_world():
+def test_a_rank_that_aborts_a_collective_of_a_group_is_named_by_its_world_rank():
     with contextlib.ExitStack() as stack:
         world = [stack.enter_context(rank) for rank in SimulatedBackend.create_group(4)]
         making = [Running(SubBackend, world[rank], [1, 2, 3]) for rank in (1, 2, 3)]
@@ -213,7 +213,7 @@ def catch_and_fail_later(backend):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "simulated"])
-def test_who_catches_a_loss_and_fails_later_is_told_with_the_first_cause(kind):
+def test_a_rank_that_catches_a_loss_and_fails_later_is_reported_with_the_first_cause(kind):
     with contextlib.ExitStack() as stack:
         if kind == "tcp":
             world = stack.enter_context(tcp_world(4))
@@ -259,7 +259,7 @@ def raised(error):
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(), SystemExit(0), GeneratorExit()], ids=repr)
-def test_good_ends_are_no_falls(error):
+def test_orderly_exits_are_not_failures(error):
     assert describe_failure(error) is None
 
 
@@ -270,7 +270,7 @@ def test_reason_and_traceback_are_those_of_the_error():
     assert "with details" in fall.traceback
 
 
-def test_an_error_whose_text_cannot_be_made_is_told_all_the_same():
+def test_an_error_whose_text_cannot_be_made_is_still_reported():
     fall = describe_failure(raised(Mute()))
     assert "Mute" in fall.reason
     assert "RuntimeError" in fall.reason
@@ -283,6 +283,6 @@ def test_texts_are_bounded_and_can_be_sent():
     (fall.reason + fall.traceback).encode()
 
 
-def test_a_rank_does_not_fall_because_of_itself():
+def test_a_rank_does_not_fail_because_of_itself():
     lost = raised(PeerLostError(2, "it was given up", root=1))
     assert [describe_failure(lost, rank=rank).cause for rank in (0, 1)] == [1, None]

@@ -112,7 +112,7 @@ def test_threads_of_the_program_beyond_the_first_eight_are_counted():
             thread.join()
 
 
-def test_whose_file_it_is():
+def test_files_are_attributed_to_rankwire_or_the_program():
     assert is_ours(stacks.__code__.co_filename)
     assert not is_users(stacks.__code__.co_filename)
     assert not is_users(json.__file__)
@@ -174,7 +174,7 @@ def compute(lock):
         (compute, "runs"),
     ],
 )
-def test_what_a_thread_does_is_read_off_the_call_that_it_is_in(function, doing):
+def test_the_state_of_a_thread_is_found_from_its_current_call(function, doing):
     lock = threading.Lock()
     lock.acquire()
     thread = threading.Thread(target=function, args=(lock,), name="under test")
@@ -188,7 +188,7 @@ def test_what_a_thread_does_is_read_off_the_call_that_it_is_in(function, doing):
         thread.join()
 
 
-def test_the_main_thread_comes_first_and_who_is_not_in_the_program_not_at_all(waiting):
+def test_the_main_thread_comes_first_and_threads_outside_the_program_are_left_out(waiting):
     assert places()[0].startswith("MainThread ")
     assert places(only=["no such thread"]) == []
     assert place_of(-1) == ""

@@ -40,7 +40,7 @@ def raise_again(error):
     raise RuntimeError("gave up") from error
 
 
-def test_one_line_of_who_falls_because_of_another(loss):
+def test_a_rank_that_failed_because_of_another_prints_one_line(loss):
     assert whole(loss).count("\n") > 10
     text = brief(loss)
     assert text.startswith(
@@ -50,7 +50,7 @@ def test_one_line_of_who_falls_because_of_another(loss):
     assert text.count("\n") == 1
 
 
-def test_one_line_of_who_is_interrupted():
+def test_an_interrupted_rank_prints_one_line():
     def interrupt():
         raise KeyboardInterrupt
 
@@ -78,13 +78,13 @@ def raise_group(*errors):
     raise ExceptionGroup("unhandled errors in a TaskGroup", errors)
 
 
-def test_one_line_of_who_falls_by_a_group_of_nothing_but_losses(loss):
+def test_a_rank_that_failed_with_a_group_of_losses_prints_one_line(loss):
     assert brief(caught(raise_group, loss)) == brief(loss)
     two = brief(caught(raise_group, loss, loss))
     assert two == brief(loss).removesuffix("\n") + ", and 1 error like it\n"
 
 
-def test_a_group_with_an_error_of_its_own_is_shown_without_the_other_ranks_traceback(loss):
+def test_a_group_with_another_error_is_shown_without_the_other_ranks_traceback(loss):
     text = brief(caught(raise_group, loss, caught(int, "mine")))
     assert "PeerLostError: rank 1 is lost" in text
     assert "ValueError: invalid literal for int() with base 10: 'mine'" in text
@@ -92,13 +92,13 @@ def test_a_group_with_an_error_of_its_own_is_shown_without_the_other_ranks_trace
     assert "traceback on rank 1" in str(loss), "the error itself keeps it"
 
 
-def test_a_rank_that_was_given_up_itself_fell_because_of_nobody():
+def test_a_rank_that_was_removed_itself_did_not_fail_because_of_another():
     error = PeerLostError(0, "the others have given up this rank", root=1)
     assert "because of" not in brief(error, rank=1)
     assert "because of rank 1" in brief(error, rank=0)
 
 
-def test_an_error_of_its_own_without_our_frames():
+def test_the_ranks_own_error_is_shown_without_frames_of_rankwire():
     def ask():
         with tcp_world(2) as (zero, _):
             zero.recv(5)
@@ -140,11 +140,11 @@ def test_the_place_where_a_foreign_error_came_from_is_shown():
 
 
 @pytest.mark.parametrize("text", ["", "no traceback\n  at all", "    indented"])
-def test_what_is_no_traceback_stays(text):
+def test_text_that_is_not_a_traceback_is_unchanged(text):
     assert folded(text.splitlines()) == text.splitlines()
 
 
-def test_a_hook_of_somebody_else_stays(monkeypatch):
+def test_an_excepthook_of_the_program_stays(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", print)
     install()
     assert sys.excepthook is print

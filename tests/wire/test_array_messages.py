@@ -152,7 +152,7 @@ def test_the_layout_is_these_bytes():
     assert message == expected + bytes(64 - len(expected)) + b"\1\0\2\0"
 
 
-def test_it_says_what_it_is():
+def test_an_array_message_describes_its_dtype_and_shape():
     message = message_of(array_of("<f4", (2, 3)))
     head = unpack_head(message[:HEAD_NBYTES], len(message))
     assert isinstance(head, ArrayMessage)
@@ -271,7 +271,7 @@ def described(description, elements=b"", kind=0):
         b"\x93\xa3<u2\xc2",  # an end too early
     ],
 )
-def test_a_description_that_nobody_writes_is_an_invalid_message(description):
+def test_a_description_that_no_sender_writes_is_an_invalid_message(description):
     for elements in (b"", bytes(2), bytes(4)):
         message = described(description, elements)
         with pytest.raises(InvalidMessageError):

@@ -49,7 +49,7 @@ def test_what_is_packed_is_unpacked(message):
     assert unpack(bytearray(pack(message))) == message
 
 
-def test_the_kinds_are_told_apart():
+def test_messages_of_all_kinds_are_unpacked_as_their_kind():
     """Failed and Waiting have fields of the same kinds; the tag decides, not the shape."""
     kinds = [type(unpack(bytearray(pack(message)))) for message in MESSAGES]
     assert kinds == [type(message) for message in MESSAGES]
@@ -107,7 +107,7 @@ def test_nesting_without_end_is_refused():
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_a_stranger_give_no_other_error(payload):
+def test_random_bytes_give_no_other_error(payload):
     try:
         unpack(bytearray(payload))
     except InvalidMessageError:
@@ -143,7 +143,7 @@ def test_a_long_traceback_is_cut_in_the_middle_by_both_ends(message):
     assert len(pack(message)) <= MAX_MEMBER_NBYTES
 
 
-def test_a_terminal_does_not_obey_what_a_peer_tells():
+def test_texts_of_a_peer_cannot_control_a_terminal():
     escape = "\x1b]0;owned\x07\x1b[2J\r\x9b31m"
     for message in (
         Fallen(f"a{escape}\nb", f"first\n\tsecond{escape}"),

@@ -81,7 +81,7 @@ class Conversation:
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
-def test_both_ends_are_content_when_they_share_the_secret(purpose):
+def test_a_handshake_succeeds_when_both_ends_have_the_secret(purpose):
     hello = Hello(purpose, job_id("job"), 2**32 - 1, 2**32 - 1, 2**32 - 2, 0, 2**64 - 1)
     assert Conversation(hello).run() == hello
 
@@ -110,7 +110,7 @@ def test_the_greeting_and_the_challenge_are_these_bytes():
     )
 
 
-def test_the_proofs_are_macs_of_the_role_and_all_that_was_said():
+def test_the_proofs_are_macs_of_the_role_and_the_messages_before():
     conversation = Conversation(verdict=(Status.DUPLICATE_RANK, 4711))
     with pytest.raises(RendezvousError):
         conversation.run()
@@ -214,7 +214,7 @@ def test_the_listeners_verdict_sent_back_proves_nothing():
 
 
 @pytest.mark.parametrize("name", ["PROOF", "VERDICT"])
-def test_what_was_overheard_is_worth_nothing_under_another_nonce(name):
+def test_a_recorded_proof_is_refused_under_another_nonce(name):
     overheard = Conversation()
     overheard.run()
     other_nonces = (NONCE_I, b"2" * 32) if name == "PROOF" else (b"1" * 32, NONCE_R)
@@ -260,13 +260,13 @@ def test_a_refusal_cannot_be_turned_into_a_welcome(status):
 # -- strangers
 
 
-def test_a_stranger_that_dials_is_recognised():
+def test_a_dialler_of_another_protocol_is_recognised():
     responder = Responder(key=KEY, nonce=NONCE_R)
     with pytest.raises(ProtocolError, match="greeting"):
         responder.challenge(b"GET / HTTP/1.1\r\nHost: x\r\n".ljust(HELLO_NBYTES))
 
 
-def test_a_stranger_that_answers_is_recognised():
+def test_a_listener_of_another_protocol_is_recognised():
     initiator = Initiator(HELLO, key=KEY, nonce=NONCE_I)
     with pytest.raises(AuthenticationError, match="does not speak rankwire"):
         initiator.proof(b"HTTP/1.1 400 Bad Request\r\n".ljust(CHALLENGE_NBYTES))
@@ -349,7 +349,7 @@ def test_a_refusal_says_why_by_type_and_text(status, detail, text):
         assert re.search(text, str(error))
 
 
-def test_a_rank_that_is_taken_is_told_from_one_that_has_dialled_already():
+def test_a_taken_rank_and_a_second_dial_give_different_errors():
     error = refused(Status.DUPLICATE_RANK, 4711, Purpose.JOIN)
     assert type(error) is RendezvousError
     assert re.search(r"rank 2 is taken .*\(pid 4711\)", str(error))
@@ -358,7 +358,7 @@ def test_a_rank_that_is_taken_is_told_from_one_that_has_dialled_already():
     assert "rank 1 still has an earlier connection of rank 2" in str(error)
 
 
-def test_the_certificate_of_somebody_else_is_told_with_whose_it_should_be():
+def test_the_error_for_a_wrong_certificate_names_the_expected_rank():
     for purpose in Purpose:
         error = refused(Status.WRONG_CERTIFICATE, 0, purpose)
         assert type(error) is AuthenticationError
@@ -366,14 +366,14 @@ def test_the_certificate_of_somebody_else_is_told_with_whose_it_should_be():
         assert f"not that of {who}" in str(error)
 
 
-def test_too_many_connections_are_told_with_their_number():
+def test_the_error_for_too_many_connections_has_their_number():
     error = refused(Status.TOO_MANY_CONNECTIONS, 128, Purpose.CALLS)
     assert type(error) is OverloadedError
     assert error.peer == 1
     assert "rank 1 has 128 connections of rank 2" in str(error)
 
 
-def test_the_listener_finds_the_key_once_it_knows_who_dials():
+def test_the_listener_looks_up_the_key_of_the_rank_that_dials():
     asked = []
 
     def find(hello):
@@ -407,7 +407,7 @@ def test_a_launcher_is_refused_in_the_words_of_its_options(status, detail, text)
     assert str(error) == text
 
 
-def test_a_launcher_with_other_protection_is_told_its_options():
+def test_a_launcher_with_other_protection_gets_an_error_with_its_options():
     text = str(refused(Status.TOO_LITTLE_PROTECTION, Protection.SEALED, Purpose.LAUNCH))
     assert "give all launchers the same --master and --tls" in text
     assert "rank" not in text

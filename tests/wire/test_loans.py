@@ -124,12 +124,12 @@ def test_what_no_lender_writes_is_refused(description):
     "address",
     [1, 0xFFF, 2**47, 2**63 - 102],
 )
-def test_a_piece_may_lie_anywhere_below_the_highest_address(address):
+def test_a_piece_may_be_anywhere_below_the_highest_address(address):
     assert unpack(described(pieces=[(address, 100)])).pieces == [(address, 100)]
 
 
 @pytest.mark.parametrize(("limit", "nbytes"), [(99, 100), (0, 1), (LIMIT, LIMIT + 1), (100, U64)])
-def test_a_payload_above_the_limit_is_refused_and_both_numbers_are_told(limit, nbytes):
+def test_a_payload_above_the_limit_is_refused_with_size_and_limit(limit, nbytes):
     with pytest.raises(ProtocolError, match=f"{nbytes} bytes, the limit is {limit}") as caught:
         unpack(described(pieces=[(0x2000, 100)], nbytes=nbytes), max_nbytes=limit)
     assert isinstance(caught.value.__cause__, MessageTooLargeError)

@@ -119,7 +119,7 @@ def test_what_is_refused_is_dropped_now_and_later_and_nothing_else_is():
     assert mailbox.unmatched_nbytes == 0
 
 
-def test_what_is_refused_still_goes_to_one_that_waits_for_it():
+def test_a_refused_message_still_reaches_a_waiting_receive():
     mailbox = Mailbox()
     receive = posted(mailbox)
     mailbox.refuse(KEY)
@@ -206,7 +206,7 @@ def test_a_message_that_is_put_back_is_the_next_to_be_taken():
     assert taken(mailbox) == b"second"
 
 
-def test_a_message_that_is_put_back_goes_to_a_receive_that_waits_for_it():
+def test_a_message_that_is_put_back_reaches_a_waiting_receive():
     # Two threads in recv_into on one tag: the first has a buffer of the wrong size.
     mailbox = Mailbox()
     first, second = posted(mailbox), posted(mailbox)
@@ -233,7 +233,7 @@ def test_a_message_of_another_size_ends_the_receive_and_stays_for_the_next():
     assert not mailbox.misfits, "whoever posts sees that it is done"
 
 
-def test_a_message_ends_those_that_want_another_size_and_reaches_the_one_that_fits():
+def test_a_message_ends_receives_of_another_size_and_reaches_the_one_of_its_size():
     mailbox = Mailbox()
     receives = [Receive(KEY, nbytes=nbytes) for nbytes in (4, 6, 5, 5)]
     for receive in receives:
@@ -246,7 +246,7 @@ def test_a_message_ends_those_that_want_another_size_and_reaches_the_one_that_fi
             receive.result()
 
 
-def test_a_message_that_fits_nobody_who_waits_is_kept():
+def test_a_message_that_fits_no_waiting_receive_is_kept():
     mailbox = Mailbox()
     misfit = Receive(KEY, nbytes=0)
     mailbox.post(misfit)
@@ -279,7 +279,7 @@ def test_failure_ends_every_receive_now_and_later():
             receive.result()
 
 
-def test_each_receive_raises_an_error_of_its_own():
+def test_each_receive_raises_its_own_error():
     mailbox = Mailbox()
     first, second = posted(mailbox), posted(mailbox)
     mailbox.fail(PeerLostError(1, "killed"))
@@ -310,7 +310,7 @@ def test_messages_that_came_before_the_failure_are_still_received_and_then_the_f
         posted(mailbox).result()
 
 
-def test_full_turns_with_the_number_of_messages_too_as_empty_ones_cost_memory(monkeypatch):
+def test_a_mailbox_is_full_at_its_limit_of_unmatched_messages(monkeypatch):
     monkeypatch.setattr("rankwire.wire.mailbox._MOST_UNMATCHED", 3)
     mailbox = Mailbox()
     for tag in range(3):
@@ -325,7 +325,7 @@ def test_full_turns_with_the_number_of_messages_too_as_empty_ones_cost_memory(mo
     assert mailbox.unmatched == 0
 
 
-def test_full_turns_with_the_bytes_that_nobody_has_asked_for():
+def test_a_mailbox_is_full_at_its_limit_of_unmatched_bytes():
     mailbox = Mailbox(unmatched_limit=10)
     posted(mailbox)
     mailbox.deliver(KEY, bytearray(100))
@@ -340,7 +340,7 @@ def test_full_turns_with_the_bytes_that_nobody_has_asked_for():
     assert (mailbox.unmatched_nbytes, mailbox.full) == (10, True)
 
 
-def test_dropping_counts_what_nobody_waits_for():
+def test_dropped_messages_without_a_receive_are_counted():
     mailbox = Mailbox(keep_unmatched=False)
     assert mailbox.deliver(KEY, bytearray(b"a reply to nobody")) is None
     assert (mailbox.dropped, mailbox.unmatched_nbytes, mailbox.full) == (1, 0, False)
@@ -360,7 +360,7 @@ def test_wanted_counts_receives_and_wanted_by_has_each_envelope_once():
     assert (mailbox.wanted, len(mailbox.wanted_by)) == (3, 2)
 
 
-def test_a_group_that_was_left_is_ended_and_its_messages_forgotten():
+def test_leaving_a_group_ends_its_receives_and_drops_its_messages():
     mailbox = Mailbox(unmatched_limit=10)
     left, stays = posted(mailbox, (5, 1, 0)), posted(mailbox, (6, 1, 0))
     mailbox.deliver((5, 1, 1), bytearray(9))

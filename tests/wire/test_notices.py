@@ -82,7 +82,7 @@ def test_texts_of_a_peer_are_short_and_harmless_to_a_terminal():
             assert text.endswith("\\x07 end")
 
 
-def test_a_text_that_is_not_unicode_is_told_too():
+def test_a_text_that_is_not_unicode_is_sent_too():
     """As in the name of a file, say. If this failed, the others would not hear of the failure."""
     found = unpack(bytearray(pack(Notice(0, 1, "barrier()", "failed", "no file 'a\udc80'"))))
     assert found.text.startswith("no file 'a")

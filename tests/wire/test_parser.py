@@ -246,7 +246,7 @@ def test_many_frames_in_one_read_come_in_order():
 
 
 @pytest.mark.parametrize("nbytes", [10, 200 * 1024])
-def test_payloads_are_the_takers_own(nbytes):
+def test_the_receiver_owns_its_payloads(nbytes):
     parser = FrameParser()
     [first] = feed(parser, frame_bytes(payload_of(nbytes, 1), sequence=0))
     [second] = feed(parser, frame_bytes(payload_of(nbytes, 2), sequence=1))
@@ -264,7 +264,7 @@ def test_a_large_payload_is_received_straight_into_its_own_memory():
     assert len(parser.receive_buffer()) == (1 << 20) - 100
 
 
-def test_in_frame_tells_whether_something_is_owed():
+def test_in_frame_is_true_while_a_frame_is_incomplete():
     parser = FrameParser()
     small, large = frame_bytes(b"abc"), frame_bytes(bytes(100_000), sequence=1)
     assert not parser.in_frame
@@ -323,7 +323,7 @@ def test_a_loan_on_a_channel_that_does_not_lend_is_refused(channel):
 
 @pytest.mark.parametrize("channel", [Channel.FAREWELL, Channel.GREETING])
 @pytest.mark.parametrize("nbytes", [0, 40, 100_000])
-def test_courtesies_are_pointed_out_to_the_owner(channel, nbytes):
+def test_greetings_and_farewells_are_marked_as_special(channel, nbytes):
     _, is_special = step_by_step(FrameParser(), frame_bytes(bytes(nbytes), channel=channel))
     assert is_special
 

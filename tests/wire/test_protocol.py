@@ -160,7 +160,7 @@ def test_the_table_is_as_long_as_the_states_that_are_not_final():
 
 
 @given(st.sampled_from(ConnectionState), st.lists(st.sampled_from(StreamEvent)))
-def test_whatever_happens_a_final_state_stays_and_none_goes_back(state, happenings):
+def test_no_event_leaves_a_final_state_or_goes_back_a_state(state, happenings):
     seen = [state]
     for event in happenings:
         seen.append(state_after(seen[-1], event))
@@ -222,7 +222,7 @@ def test_whether_the_peer_can_borrow_is_not_known_before_it_says_so():
     assert (protocol.can_lend, protocol.why_not_lend) == (None, "")
 
 
-def test_between_hosts_nobody_lends_whatever_a_greeting_says():
+def test_between_hosts_no_rank_lends_whatever_a_greeting_says():
     protocol = make(is_local=False, cannot_borrow="it is another host")
     assert (protocol.can_lend, protocol.why_not_lend) == (False, "it is another host")
     take(protocol, greeting(1))
@@ -248,7 +248,7 @@ def test_what_a_greeting_says(says, reason, can_lend, why_not):
 
 
 @pytest.mark.parametrize("cannot_borrow", ["", "the kernel forbids it: \u00e9"])
-def test_one_end_hears_what_the_other_one_says(cannot_borrow):
+def test_one_end_learns_from_the_greeting_whether_the_other_can_borrow(cannot_borrow):
     speaking, hearing = make(cannot_borrow=cannot_borrow), make()
     envelope, (pieces, nbytes) = speaking.introduction()
     payload = b"".join(pieces)
@@ -310,7 +310,7 @@ def test_a_loan_that_is_not_allowed_spoils_what_follows_and_not_what_was_before(
     assert protocol.state is ConnectionState.OPEN  # the owner says that it is spoiled
 
 
-def test_a_loan_above_the_limit_tells_size_and_limit():
+def test_the_error_for_a_loan_above_the_limit_has_size_and_limit():
     _, violation = make().take([loan(LIMIT + 1)], Borrowing())
     assert isinstance(violation.__cause__, MessageTooLargeError)
 
@@ -344,7 +344,7 @@ def summary(protocol, messages, violation):
 
 
 @given(st.lists(FRAMES, max_size=8), st.booleans(), st.sampled_from(["", "no"]))
-def test_hearing_the_same_frames_again_changes_nothing(frames, incoming, cannot_borrow):
+def test_taking_the_same_frames_again_changes_nothing(frames, incoming, cannot_borrow):
     """A reader that was interrupted comes with the same frames."""
     once = make(incoming=incoming, cannot_borrow=cannot_borrow)
     again = make(incoming=incoming, cannot_borrow=cannot_borrow)
@@ -355,7 +355,7 @@ def test_hearing_the_same_frames_again_changes_nothing(frames, incoming, cannot_
 
 
 @given(st.lists(FRAMES, max_size=8), st.integers(0, 8))
-def test_frames_that_come_one_after_the_other_are_heard_as_together(frames, cut):
+def test_frames_taken_one_by_one_have_the_same_effect_as_together(frames, cut):
     if any(frame.envelope == FAREWELL for frame in frames[:cut]):
         cut = len(frames)  # nothing comes after a farewell
     together, apart = make(), make()

@@ -99,7 +99,7 @@ def test_a_large_message_comes_to_where_it_is_wanted_however_the_stream_is_split
 
 
 @seals
-def test_what_stands_before_it_is_kept_apart(seal):
+def test_the_head_before_the_elements_is_kept_apart(seal):
     receiver = Receiver(seal=seal)
     receive, memory = receiver.want(kind=WithHead)
     data = pattern(16 + LARGE)
@@ -163,7 +163,7 @@ def test_an_earlier_message_of_the_same_key_that_is_lent_goes_first():
     assert receiver.mailbox.placing is None
 
 
-def test_the_next_message_does_not_overwrite_one_that_nobody_has_taken():
+def test_the_next_message_does_not_overwrite_one_that_was_not_taken():
     receiver = Receiver()
     receive, memory = receiver.want()
     first, second = pattern(LARGE), pattern(LARGE, 3)
@@ -180,7 +180,9 @@ def test_the_next_message_does_not_overwrite_one_that_nobody_has_taken():
     st.booleans(),
     st.booleans(),
 )
-def test_whoever_gives_up_gets_its_memory_back_and_loses_nothing(cut, size, is_sealed, has_head):
+def test_a_withdrawn_receive_gets_its_memory_back_and_no_message_is_lost(
+    cut, size, is_sealed, has_head
+):
     seal = Seal(SEAL_KEY) if is_sealed else None
     receiver = Receiver(seal=seal)
     kind = WithHead if has_head else Destination
@@ -196,7 +198,7 @@ def test_whoever_gives_up_gets_its_memory_back_and_loses_nothing(cut, size, is_s
     assert receiver.arrived() == [data, b"next"]
 
 
-def test_one_that_is_whole_and_not_taken_moves_out_too():
+def test_a_complete_message_that_is_not_taken_is_moved_too():
     receiver = Receiver()
     receive, memory = receiver.want()
     data = pattern(LARGE)
@@ -207,7 +209,7 @@ def test_one_that_is_whole_and_not_taken_moves_out_too():
     assert receiver.arrived() == [data]
 
 
-def test_one_that_is_delivered_when_nobody_wants_it_any_more_is_kept_in_memory_of_its_own():
+def test_a_message_delivered_after_its_receive_was_withdrawn_is_kept_in_other_memory():
     receiver = Receiver()
     receive, memory = receiver.want()
     data = pattern(LARGE)
@@ -218,7 +220,7 @@ def test_one_that_is_delivered_when_nobody_wants_it_any_more_is_kept_in_memory_o
     assert receiver.arrived() == [data]
 
 
-def test_reading_goes_on_where_an_interrupted_reader_has_asked_for_the_place():
+def test_reading_continues_after_an_interrupt_while_asking_for_memory():
     receiver = Receiver()
     receive, memory = receiver.want()
     data = pattern(LARGE)
@@ -233,7 +235,7 @@ def test_reading_goes_on_where_an_interrupted_reader_has_asked_for_the_place():
     assert memory == data
 
 
-def test_without_memory_to_move_out_to_nothing_more_is_read():
+def test_without_memory_to_move_a_message_to_nothing_more_is_read():
     def refuse(nbytes):
         raise MemoryError
 

@@ -73,7 +73,7 @@ def test_what_has_no_room_is_not_written_and_has_room_again_once_something_was_r
     assert lane.take() == [(count, b"next")]
 
 
-def test_a_ring_that_nobody_looks_at_is_not_written_to():
+def test_a_ring_without_a_polling_reader_is_not_written_to():
     lane = Lane()
     lane.look(False)
     assert not lane.words[AWAKE]
@@ -273,7 +273,7 @@ def wrong(change):
     ],
     ids=["channel", "special", "lent", "number", "size", "huge", "end"],
 )
-def test_a_record_that_is_none_is_refused_and_those_before_it_count(change):
+def test_an_invalid_record_is_refused_and_earlier_records_are_delivered(change):
     lane = wrong(change)
     parser = FrameParser()
     parser.ring = lane.reader
@@ -286,7 +286,7 @@ def test_a_record_that_is_none_is_refused_and_those_before_it_count(change):
 
 
 @pytest.mark.parametrize("written", [DATA + 32, 2**64 - 1, 33])
-def test_a_count_that_cannot_be_is_refused(written):
+def test_an_impossible_count_is_refused(written):
     lane = Lane()
     lane.words[WRITTEN] = written
     parser = FrameParser()

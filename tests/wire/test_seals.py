@@ -110,7 +110,7 @@ def test_the_seal_is_this_mac():
 
 
 @pytest.mark.parametrize("channel", [Channel.MESSAGE, Channel.COLLECTIVE])
-def test_of_bulk_it_covers_the_crc(channel):
+def test_for_large_payloads_the_seal_covers_the_crc(channel):
     import hashlib
     import hmac
 
@@ -133,7 +133,7 @@ def test_of_bulk_it_covers_the_crc(channel):
     ],
     ids=str,
 )
-def test_all_else_is_under_the_mac_in_full(channel, nbytes):
+def test_all_other_frames_are_covered_by_the_mac_in_full(channel, nbytes):
     payload = bytes(nbytes)
     header = pack_header((0, channel, 0), nbytes, 0)
     plain, full = (

@@ -43,14 +43,14 @@ def test_a_slot_is_not_larger_than_what_goes_through_one():
     assert make(2, 1 << 30)[0].slot_nbytes == 2 << 20
 
 
-def test_too_little_memory_is_none():
+def test_too_little_memory_gives_no_segment():
     assert segment_nbytes(0, 2) == 0
     assert segment_nbytes(4095 * 4, 2) == 0
     assert segment_nbytes(4096 * 4, 2) > 0
 
 
 @given(st.integers(1, 300), st.integers(0, 1 << 26))
-def test_the_size_of_a_segment_tells_for_how_many_ranks_it_can_be(size, nbytes):
+def test_the_size_of_a_segment_limits_its_number_of_ranks(size, nbytes):
     whole = segment_nbytes(nbytes, size)
     if whole:
         assert is_segment_of(size, whole)
@@ -117,13 +117,13 @@ def test_a_rank_may_be_one_step_ahead_and_the_last_one_stays_readable():
     assert read(near, 1) == b"far 2"
 
 
-def test_nobody_writes_over_what_may_still_be_read():
+def test_a_slot_that_may_still_be_read_is_not_overwritten():
     near, _far = make(2)
     step(near)
     assert not step(near)  # nobody has said that it has read the first one
 
 
-def test_who_has_met_all_may_write_at_once():
+def test_after_a_step_of_all_ranks_each_may_write_at_once():
     near, far = make(2)
     for _ in range(5):
         assert step(near)
@@ -153,7 +153,7 @@ def test_any_order_of_ranks_gives_each_what_the_others_have_put(data):
     assert max(steps_done) - min(steps_done) <= 1
 
 
-def test_each_rank_has_words_of_its_own():
+def test_each_rank_has_its_own_words():
     ranks = make(3)
     ranks[1].words[ranks[1].lines[1] + ASLEEP] = 1
     assert [ranks[0].words[line + ASLEEP] for line in ranks[0].lines] == [0, 1, 0]
