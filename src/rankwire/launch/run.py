@@ -28,8 +28,8 @@ from rankwire.launch.reaper import Reaper
 from rankwire.launch.run_options import MAKE_A_SECRET, RunOptions
 from rankwire.launch.subreaper import Subreaper
 from rankwire.observe.tracebacks import is_everything_printed
-from rankwire.rendezvous import open_files
 from rankwire.rendezvous.coordinator_host import bind
+from rankwire.rendezvous.reachability import allow_files
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 from rankwire.transports.security import Policy, choose_policy, files_of
@@ -178,7 +178,7 @@ def _bind_loopback() -> runtime.Socket:
 
 def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
     """Raise if the limit of open files is too low for the launcher to start the ranks."""
-    if lacking := open_files.allow(_OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)):
+    if lacking := allow_files(_OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = limit + lacking
         raise ConfigurationError(

@@ -8,6 +8,8 @@ is authenticated here; the handshake of every later connection does that.
 from __future__ import annotations
 
 import ipaddress
+import os
+import resource
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -134,3 +136,28 @@ def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
                 missing=[0],
             )
         deadline.clock.sleep(_PAUSE)
+
+
+def allow_files(more: int) -> int:
+    """Raise the soft limit of open files if necessary, so that ``more`` can be opened.
+
+    Most systems have a soft limit of 1024, for programs that use ``select``, and a much higher hard
+    limit. Child processes inherit the new one.
+
+    Returns:
+        How many files the limit is still too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _open_now() + more
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return 0
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return needed - limit
+
+
+def _open_now() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # a container without /proc: assume an ordinary program
+        return 64

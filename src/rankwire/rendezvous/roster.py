@@ -89,6 +89,8 @@ class Roster:
         unreached: Why ranks cannot be reached by others.
         absent: Why ranks will never join.
         deadline: Until when ranks may join; None while it is not known.
+        has_changed: Whether it has changed since ranks were told who is missing.
+        is_hopeless: Whether ranks were told that another will never join.
     """
 
     def __init__(self, world_size: int, me: Member | None) -> None:
@@ -98,6 +100,8 @@ class Roster:
         self.unreached: dict[int, str] = {}
         self.absent: dict[int, str] = {}
         self.deadline: Deadline | None = None
+        self.has_changed = False
+        self.is_hopeless = False
         self._gave_up: set[int] = set()
 
     def enter(self, member: Member) -> None:
