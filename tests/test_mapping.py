@@ -96,7 +96,6 @@ SHOWN_IN = {
     "launch/rank_program": "launch/test_process_world.py",
     "launch/rank_thread": "testing/test_ranks.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
-    "rpc/nested_waits": "conformance/test_conformance.py",
 }
 
 

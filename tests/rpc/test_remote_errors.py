@@ -15,7 +15,7 @@ from rankwire import (
     RemoteError,
     RpcAgent,
 )
-from rankwire.rpc.remote_errors import RemoteErrors
+from rankwire.rpc.registry import RemoteErrors
 from rankwire.testing import simulated_world
 
 NEVER = [

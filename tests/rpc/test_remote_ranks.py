@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from rankwire.rpc.remote_ranks import AsyncRemoteRank, RemoteRank
+from rankwire.rpc.agent_calls import AsyncRemoteRank, RemoteRank
 
 KINDS = [RemoteRank, AsyncRemoteRank]
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from rankwire.errors import ConfigurationError
-from rankwire.rpc.caller import Caller
-from rankwire.rpc.registry import Registry
-from rankwire.rpc.remote_errors import E
+from rankwire.rpc.registry import E, Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -28,7 +26,6 @@ class AgentFunctions:
     """The registering methods of ``RpcAgent``, which sets the attributes. Safe from any thread."""
 
     _registry: Registry
-    _caller: Caller
 
     @overload
     def register(
@@ -133,7 +130,7 @@ class AgentFunctions:
                 (``StopIteration``, ``SyntaxError``, groups, errors of rankwire), or the name is
                 taken.
         """
-        self._caller.remote_errors.add(kind, name)
+        self._registry.errors.add(kind, name)
         return kind
 
     def functions(self) -> list[str]:

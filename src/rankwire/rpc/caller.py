@@ -28,12 +28,11 @@ from rankwire.errors import (
 from rankwire.links.reply import Reply
 from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
+from rankwire.rpc.call_cycles import NestedWaits
 from rankwire.rpc.call_inquiries import CallInquiries
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
-from rankwire.rpc.nested_waits import NestedWaits
 from rankwire.rpc.pending_futures import PendingFutures
-from rankwire.rpc.remote_errors import RemoteErrors
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
 from rankwire.wire.frames import Message
 
@@ -47,7 +46,6 @@ class Caller:
     Attributes:
         closed: Whether calls are refused. Set by the agent.
         futures: The futures that have not ended.
-        remote_errors: The exception classes that errors of callees may have here.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Caller:
         # of an agent that this rank had before.
         self._ids = itertools.count(runtime.randbits(31) << 32)
         self._server = server
-        self.remote_errors = RemoteErrors()
         self._inquiries = CallInquiries(backend, port, codec, self._ids, server)
         self._nested_waits = NestedWaits(server, self._inquiries.ask)
         self.futures = PendingFutures(
@@ -76,16 +73,15 @@ class Caller:
             clock=backend.clock,
             run_soon=server.run_soon,
         )
-        self._pending = self.futures.pending
 
     @property
     def is_waiting(self) -> bool:
         """Whether any call is in flight."""
-        return bool(self._pending or self._port.in_flight())
+        return bool(self.futures.pending or self._port.in_flight())
 
     def activity(self) -> tuple[int, int]:
         """Return how many calls wait for a reply, and a number that every call increases."""
-        return max(len(self._pending), self._port.in_flight()), next(self._ids)
+        return max(len(self.futures.pending), self._port.in_flight()), next(self._ids)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -151,9 +147,7 @@ class Caller:
         except RankwireError as error:
             cause = error.__cause__
             raise self.explained(error, "rpc_async", name, dst, deadline, call) from cause
-        future: RpcFuture[Any] = RpcFuture(
-            self.futures, self._port, dst, next(self._ids), name, deadline, call
-        )
+        future: RpcFuture[Any] = RpcFuture(self.futures, dst, next(self._ids), name, deadline, call)
         request_id = future.request_id
         try:
             reply = self._send(dst, request_id, name, deadline, call, args, kwargs, message, future)
@@ -211,27 +205,18 @@ class Caller:
 
         A request that had to wait is encoded again, because it says how much time is left.
         """
-        try:
-            if self.closed:
-                raise ChannelClosedError("this agent is closed")
-            if call is not None:
-                self._before_waiting(call)
-        except BaseException:
-            self._codec.undo(message)
-            raise
-        on_reply = None
-        has_room = False
+        if self.closed or call is not None:
+            self._check_may_send(call, message)
+        on_reply = None if future is None else future.on_reply
+        has_space = message[1] <= SMALL_NBYTES
         while True:
-            nbytes = message[1]
             if future is not None:
-                self._pending[request_id] = future
+                self.futures.pending[request_id] = future
                 self._server.pool.expect_work()
-                on_reply = future.on_reply
-            if nbytes > SMALL_NBYTES and not has_room:
-                has_room = True
+            if not has_space:
+                has_space = True
                 if self._reserve(dst, request_id, message, deadline, call):
                     message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
-                    continue
             try:
                 reply = self._port.call(
                     dst,
@@ -243,7 +228,7 @@ class Caller:
                     self._max_in_flight,
                 )
             except BaseException as error:
-                if nbytes > SMALL_NBYTES:
+                if message[1] > SMALL_NBYTES:
                     self._cancel_reservation(dst, request_id)
                 if isinstance(error, Exception) and not getattr(error, "may_have_run", False):
                     self._codec.undo(message)
@@ -251,9 +236,20 @@ class Caller:
             if reply is not None:
                 return reply
             self._codec.undo(message)
-            self._pending.pop(request_id, None)
+            self.futures.pending.pop(request_id, None)
             self._wait_for_room(dst, name, deadline, call)
             message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
+
+    def _check_may_send(self, call: Call | None, message: Message) -> None:
+        """Raise if this agent is closed, or the call being served is cancelled."""
+        try:
+            if self.closed:
+                raise ChannelClosedError("this agent is closed")
+            if call is not None:
+                self._before_waiting(call)
+        except BaseException:
+            self._codec.undo(message)
+            raise
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
         """Tell the callee that the caller has stopped waiting."""
@@ -350,5 +346,5 @@ class Caller:
             chain = [*call.chain_of_nested(self._backend.rank), dst, name]
             error.explain(f"the calls are {describe_chain(chain)}")
         elif isinstance(error, RemoteError):
-            error = self.remote_errors.typed(error)
+            error = self._server.registry.errors.typed(error)
         return self._backend.explained(error, f"{op} {name!r}", deadline, dst)

@@ -20,7 +20,6 @@ from rankwire.clock import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.finalizers import hand_over
 from rankwire.links.reply import Reply
-from rankwire.mesh.calls import CallPort
 from rankwire.public_dir import PublicDir
 from rankwire.rpc.call import Call, serving
 from rankwire.wire.receive import Receive
@@ -62,26 +61,24 @@ class RpcFuture(PublicDir, Future[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
     If the call fails and the program neither calls ``result`` or ``exception`` nor awaits the
-    future, the error is logged once, when the future is dropped.
+    future, the error is logged once, when the future is dropped. Callbacks run in the thread that
+    ends the future. If a function being served made the future, they are part of that call: calls
+    that they make have its deadline and its chain.
 
     Attributes:
         dst: The rank that was called.
         name: The function that was called.
         deadline: When the call ends at the latest.
-
-    Size: a third of its attributes are those of the base class.
     """
 
     _SHOWN = ("deadline", "dst", "name")
 
     _unretrieved: UnretrievedError | None = None
-    _decoder: object  # identifies the ``on_reply`` that decodes the reply
     _on_end: Sequence[OnEnd] = ()
 
     def __init__(
         self,
         futures: PendingFutures,
-        port: CallPort,
         dst: int,
         request_id: int,
         name: str,
@@ -98,13 +95,12 @@ class RpcFuture(PublicDir, Future[R]):
         self._futures = futures
         self.reply: Reply | None = None  # set once the request is sent
         self.call = call  # the call that was being served when this one was made
-        self._port = port
         self.dst = dst
         self.request_id = request_id
         self.name = name
         self.deadline = deadline
 
-    def _attended_condition(self) -> SafeCondition:
+    def _attended_condition(self, *, attends: bool = True) -> SafeCondition:
         """Return the base class's condition, and have the reply read as soon as it comes.
 
         The first use makes it, because most futures end without, and making one takes as long as
@@ -112,23 +108,18 @@ class RpcFuture(PublicDir, Future[R]):
         futures at once. The reply must be read early, because threads that use the condition do not
         read the connection.
         """
-        if self._made is not None:
-            return self._made
-        made = self._make_condition()
-        if self.reply is not None and not self.reply.done:
-            self._port.attend_to(self.dst, self.reply)
-        return made
+        if self._made is None:
+            made = SafeCondition()
+            with self._futures.lock:
+                if self._made is None:
+                    self._made = made
+            if attends:
+                self.attend()
+        return self._made
 
     # An attribute to type checkers, as in the base class: ``as_completed`` is declared to take only
     # futures whose condition can be assigned.
     _condition: runtime.Condition = property(_attended_condition)  # type: ignore[assignment]
-
-    def _make_condition(self) -> SafeCondition:
-        made = SafeCondition()
-        with self._futures.lock:
-            if self._made is None:
-                self._made = made
-        return self._made
 
     def result(self, timeout: float | None = None) -> R:
         """Return the value, or raise the call's error.
@@ -152,9 +143,9 @@ class RpcFuture(PublicDir, Future[R]):
             self._mark_retrieved()
 
     def _mark_retrieved(self) -> None:
-        unheard = self._unretrieved
-        if unheard is not None and self.done():
-            unheard.error = None
+        unretrieved = self._unretrieved
+        if unretrieved is not None and self.done():
+            unretrieved.error = None
 
     def done(self) -> bool:
         """Return whether it has a result or an error, or was cancelled."""
@@ -163,12 +154,12 @@ class RpcFuture(PublicDir, Future[R]):
     def cancel(self) -> bool:
         """Cancel the call and notify the callee; return False if it is already done."""
         try:
-            self._make_condition()  # without ``_condition``, so that the reply is not read early
+            self._attended_condition(attends=False)  # its reply need not be read early
             if not super().cancel():
                 return False
             self._take_back()
             if self._on_end:
-                self._tell_end()
+                self._call_on_end()
         except BaseException:  # an interrupt: withdraw the reply, which no thread would read
             if self.cancelled():
                 self._take_back()
@@ -180,15 +171,7 @@ class RpcFuture(PublicDir, Future[R]):
         self._futures.settled(self)
         if self.reply is not None:
             self.reply.withdraw()
-            self._port.cancel(self.dst, self.request_id)
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Call ``fn(self)`` when it is done, in the thread that ends it.
-
-        If a function being served made the future, the callback is part of that call: calls that it
-        makes have its deadline and its chain.
-        """
-        super().add_done_callback(fn)
+            self._futures.port.cancel(self.dst, self.request_id)
 
     def when_ended(self, on_end: OnEnd) -> None:
         """Call ``on_end`` once it is done, without having its reply read early.
@@ -197,23 +180,20 @@ class RpcFuture(PublicDir, Future[R]):
         """
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
-            self._tell(on_end)
+            self._call_on_end()
 
-    def _tell_end(self) -> None:
+    def _call_on_end(self) -> None:
         for on_end in list(self._on_end):
-            self._tell(on_end)
-
-    def _tell(self, on_end: OnEnd) -> None:
-        on_end(self)
-        # ``on_end`` refers to this future: without this, only the garbage collector frees both.
-        with suppress(ValueError):  # another thread has called it too
-            self.__dict__["_on_end"].remove(on_end)
+            on_end(self)
+            # ``on_end`` refers to this future: without this, only the garbage collector frees both.
+            with suppress(ValueError):  # another thread has called it too
+                self.__dict__["_on_end"].remove(on_end)
 
     def disregard(self) -> None:
         """Do not log its error, now or later: it is handled elsewhere."""
-        unheard, self._unretrieved = self._unretrieved, _DISREGARDED
-        if unheard is not None:
-            unheard.error = None
+        unretrieved, self._unretrieved = self._unretrieved, _DISREGARDED
+        if unretrieved is not None:
+            unretrieved.error = None
 
     @property
     def failure(self) -> BaseException | None:
@@ -223,7 +203,7 @@ class RpcFuture(PublicDir, Future[R]):
     def attend(self) -> None:
         """Have the reply read as soon as it comes, although no thread waits for it."""
         if self.reply is not None and not self.reply.done:
-            self._port.attend_to(self.dst, self.reply)
+            self._futures.port.attend_to(self.dst, self.reply)
 
     def _invoke_callbacks(self) -> None:
         """Run the callbacks as part of the call that made this future."""
@@ -254,15 +234,11 @@ class RpcFuture(PublicDir, Future[R]):
                 receive.on_done = None
         except BaseException:  # an interrupt: this is called again
             try:
-                self._leave_undecoded(visit)
+                _leave_undecoded(self, visit)
             except BaseException:
-                self._leave_undecoded(visit)  # after a second interrupt
+                _leave_undecoded(self, visit)  # after a second interrupt
                 raise
             raise
-
-    def _leave_undecoded(self, visit: object) -> None:
-        if self.__dict__.get("_decoder") is visit:
-            del self._decoder
 
     def resolve(self, value: Any) -> None:
         """End with the call's value, unless it was cancelled."""
@@ -276,7 +252,7 @@ class RpcFuture(PublicDir, Future[R]):
         if not is_alone:
             self._settle(self.set_result, value)
         if self._on_end:
-            self._tell_end()
+            self._call_on_end()
 
     def fail(self, error: BaseException, *, is_news: bool = True) -> None:
         """End with an error, unless it was cancelled; log it if ``is_news`` and never retrieved."""
@@ -285,7 +261,7 @@ class RpcFuture(PublicDir, Future[R]):
             self._unretrieved = UnretrievedError(error)  # before callbacks retrieve it
         self._settle(self.set_exception, error)
         if self._on_end:
-            self._tell_end()
+            self._call_on_end()
 
     def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
         try:
@@ -297,17 +273,6 @@ class RpcFuture(PublicDir, Future[R]):
             raise
         except BaseException:  # raised by a callback
             _log.exception("a callback of %r raised", self)
-
-    def expire(self, end: Callable[[RpcFuture[Any]], None] | None = None) -> None:
-        """End it at the call's deadline, with ``end`` or by asking the callee why."""
-        if self.done():
-            self._futures.settled(
-                self
-            )  # the thread that ended it may have been interrupted before this
-        elif self.reply is None or self.reply.withdraw():
-            (end or self._futures.expire)(self)
-            if self.reply is not None:
-                self.reply.on_done = None  # as in ``on_reply``
 
     def _drive(self, timeout: float | None) -> float | None:
         """Read the connection until the reply is there; return what is left of ``timeout``.
@@ -321,7 +286,7 @@ class RpcFuture(PublicDir, Future[R]):
         if self.reply is not None:
             self._futures.drive(self, self.reply, self.deadline.sooner(limit.remaining()))
             if self.deadline.expired and not self.reply.done:
-                self.expire()
+                self._futures.expire(self)
         if not self.done():
             with self._condition:
                 left = None if timeout is None else limit.sleep_limit()
@@ -334,3 +299,8 @@ class RpcFuture(PublicDir, Future[R]):
         else:
             state = f"{self.deadline.remaining():.1f} s left"
         return f"<RpcFuture of {self.name!r} on rank {self.dst}, {state}>"
+
+
+def _leave_undecoded(future: RpcFuture[Any], visit: object) -> None:
+    if future.__dict__.get("_decoder") is visit:
+        del future.__dict__["_decoder"]

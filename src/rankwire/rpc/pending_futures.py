@@ -43,6 +43,7 @@ class PendingFutures:
     Attributes:
         pending: The futures by request id.
         lock: Guards whether a future has a condition, and the end of one that has none. A leaf.
+        port: The calls' connections.
         drive: Waits for the reply of a future.
     """
 
@@ -61,7 +62,7 @@ class PendingFutures:
         self.lock = runtime.RLock()
         self.drive = caller.drive
         self._caller = caller
-        self._port = port
+        self.port = port
         self._codec = codec
         self._allowance = allowance
         self._inquiries = inquiries
@@ -109,10 +110,24 @@ class PendingFutures:
         if future.call is not None:
             future.call.ended(future.request_id)
 
-    def expire(self, future: RpcFuture[Any]) -> None:
-        """End a future that a thread waits for, after asking the callee why it is late."""
-        number, limit = future.request_id, future.deadline.limit
-        self._end(self._inquiries.explain_late(future.dst, [number], limit), future)
+    def expire(self, future: RpcFuture[Any], explain: Explain | None = None) -> None:
+        """End a future at the call's deadline.
+
+        Without ``explain``, this asks the callee first why it is late.
+        """
+        if future.done():
+            self.settled(future)  # the thread that ended it may have been interrupted before this
+        elif future.reply is None or future.reply.withdraw():
+            dst, number, limit = future.dst, future.request_id, future.deadline.limit
+            if explain is None:
+                explain = self._inquiries.explain_late(dst, [number], limit)
+            error = DeadlineExceededError(limit, waiting_for=[dst])
+            error.may_have_run = True
+            explain(error, number, future.name)
+            self.port.cancel(dst, number, expired=True)
+            self.fail(future, error)
+            if future.reply is not None:
+                future.reply.on_done = None  # as in ``RpcFuture.on_reply``
 
     def check(self) -> bool:
         """Have late futures ended, and read replies for which no thread waits.
@@ -122,7 +137,7 @@ class PendingFutures:
         if not self.pending:
             return False
         self._expire_late()
-        self._port.attend(patiently=True)
+        self.port.attend(patiently=True)
         return True
 
     def fail_all(self) -> None:
@@ -152,15 +167,8 @@ class PendingFutures:
         numbers = [future.request_id for future in futures]
         try:
             limit = max(future.deadline.limit for future in futures)
-            end = partial(self._end, self._inquiries.explain_late(dst, numbers, limit))
+            explain = self._inquiries.explain_late(dst, numbers, limit)
             for future in futures:
-                self._run_soon(partial(future.expire, end))
+                self._run_soon(partial(self.expire, future, explain))
         finally:
             self._expiring.difference_update(numbers)
-
-    def _end(self, explain: Explain, future: RpcFuture[Any]) -> None:
-        error = DeadlineExceededError(future.deadline.limit, waiting_for=[future.dst])
-        error.may_have_run = True
-        explain(error, future.request_id, future.name)
-        self._port.cancel(future.dst, future.request_id, expired=True)
-        self.fail(future, error)

@@ -2,19 +2,30 @@
 
 Functions are registered one by one, or found by the program's ``resolve`` (``Resolver``). The
 methods of a registered object are functions of their own (``exposed_methods``).
+
+Error classes are registered too (``RemoteErrors``). A callee sends the names of an error's class
+and its bases; nothing is imported, and no constructor runs. Errors of rankwire carry no names: they
+concern the callee's own calls and peers.
 """
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial, partialmethod
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from rankwire import runtime
-from rankwire.errors import ConfigurationError, FunctionNotFoundError
+from rankwire.errors import (
+    ConfigurationError,
+    FunctionNotFoundError,
+    RankwireError,
+    RemoteError,
+)
+from rankwire.texts import class_name
 
 _MAX_NAME = 1024
 
@@ -25,11 +36,7 @@ class Function:
     """A registered function.
 
     Attributes:
-        name: The name to call it by.
-        target: The function.
-        is_async: Whether it is an ``async def``.
-        is_slow: Whether another thread should poll while it runs: its last run was long, or
-            blocked.
+        is_slow: Whether another thread should poll while it runs: its last run was long.
         copies: Whether its result is copied before it is sent.
         owner: The name of the registered object whose method it is, or None.
     """
@@ -73,11 +80,10 @@ def is_name(name: object) -> bool:
 
 
 class Resolver:
-    """Asks the program's ``resolve`` for functions. As safe from any thread as ``resolve`` is.
+    """Asks the program's ``resolve`` at every call. As safe from any thread as ``resolve`` is.
 
-    It is asked at every call, so a function that it stops returning cannot be called any more. What
-    was learned of a function is kept by a weak reference to the function itself, also for a bound
-    method or a ``functools.partial``.
+    What was learned of a function is kept by a weak reference to the function itself, also for a
+    bound method or a ``functools.partial``.
     """
 
     def __init__(self, resolve: Resolve) -> None:
@@ -156,6 +162,7 @@ class Registry:
 
     Attributes:
         functions: The table.
+        errors: The error classes that other ranks may raise here.
         own: Quick requests of agents to each other, by names that no function can have. The polling
             thread runs them.
     """
@@ -165,16 +172,12 @@ class Registry:
         self.own: dict[str, Callable[[], None]] = {}
         self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
+        self.errors = RemoteErrors()
 
     def add(
         self, name: str, target: Callable[..., Any], *, replace: bool, copies: bool = False
     ) -> None:
-        """Register a function.
-
-        Raises:
-            ConfigurationError: The name is invalid, or taken and ``replace`` is not set, or
-                ``target`` is not a function.
-        """
+        """Register a function; raises ``ConfigurationError``."""
         if not callable(target):
             raise ConfigurationError(f"{name!r} needs a function, not {type(target).__name__}")
         self._add({name: target}, replace=replace, copies=copies)
@@ -183,10 +186,6 @@ class Registry:
         """Register the public methods of an object as ``name.method``: all of them, or none.
 
         With ``replace``, methods of the former object of that name are removed.
-
-        Raises:
-            ConfigurationError: It has no public methods, or a name is invalid, or taken and
-                ``replace`` is not set.
         """
         methods = exposed_methods(thing)
         if not methods:
@@ -290,7 +289,6 @@ def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
 def _is_method(member: Any) -> bool:
     if isinstance(member, (FunctionType, staticmethod, classmethod, partialmethod)):
         return True
-    # Functions wrapped by functools.cache and similar decorators.
     return hasattr(member, "__wrapped__") and callable(member) and not isinstance(member, type)
 
 
@@ -304,3 +302,99 @@ def _has_timeout(function: Callable[..., Any]) -> bool:
         parameter.POSITIONAL_OR_KEYWORD,
         parameter.KEYWORD_ONLY,
     )
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+E = TypeVar("E", bound=type[Exception])
+
+# A peer must not raise these here: they end loops, or Python prints them by attributes that do not
+# travel. Other classes than Exceptions are left out too.
+_NEVER = (StopIteration, StopAsyncIteration, SyntaxError, BaseExceptionGroup, RankwireError)
+# These would look like errors of the call itself, so they become OSError unless registered.
+_ON_REQUEST = (TimeoutError, ConnectionError)
+
+
+def _is_usual(kind: Any) -> bool:
+    is_exception = isinstance(kind, type) and issubclass(kind, Exception)
+    return is_exception and not issubclass(kind, (*_NEVER, *_ON_REQUEST))
+
+
+_BUILTINS = {kind.__name__: kind for kind in vars(builtins).values() if _is_usual(kind)}
+
+
+class RemoteErrors:
+    """The exception classes of remote errors of one agent. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[Exception]] = dict(_BUILTINS)
+
+    def add(self, kind: type[Exception], name: str | None) -> None:
+        """Register an exception class. Idempotent.
+
+        Raises:
+            ConfigurationError: It is not an exception class, or one that other ranks must not
+                raise, or its name is taken.
+        """
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise ConfigurationError(f"only a class of exceptions can be registered, not {kind!r}")
+        name = class_name(kind) if name is None else name
+        if not isinstance(name, str) or self._kinds.get(name, kind) is not kind:
+            raise ConfigurationError(f"another class is registered as {name!r}; pass name=")
+        if issubclass(kind, _NEVER):
+            raise ConfigurationError(f"{class_name(kind)} must not be raised by another rank")
+        try:
+            str(_made(kind, ("text",), RemoteError("type", "text", "traceback").__dict__))
+        except Exception as error:  # raised by the class
+            raise ConfigurationError(
+                f"{class_name(kind)} cannot stand for a remote error: {error}"
+            ) from error
+        self._kinds = self._kinds | {name: kind}
+
+    def typed(self, error: RemoteError) -> RemoteError:
+        """Return a remote error as an instance of the class that was raised, if that is known."""
+        for name in (error.remote_type, *error.remote_bases):
+            kind = self._kinds.get(name)
+            if kind is not None:
+                return _made(kind, error.args, error.__dict__)
+        return error
+
+
+def _made(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> RemoteError:
+    """Make a remote error that is also an instance of a class, without calling its constructor."""
+    made = _classes.get(kind)
+    if made is None:
+        made = _classes[kind] = _new_class(kind)
+    error = made.__new__(made)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+_classes: dict[type[Exception], type[RemoteError]] = {}  # cache of ``_new_class``
+
+
+def _new_class(kind: type[Exception]) -> type[RemoteError]:
+    if issubclass(RemoteError, kind):  # RuntimeError, and Exception itself
+        return RemoteError
+
+    def reduce(error: RemoteError) -> tuple[Any, ...]:
+        return _made, (kind, error.args, error.__dict__)
+
+    members = {
+        "__doc__": f"A {kind.__name__} that a function of another rank has raised.",
+        "__module__": RemoteError.__module__,  # it prints as RemoteError
+        "__new__": _new,
+        "__reduce__": reduce,
+    }
+    metaclass: Any = type(kind)
+    made: type[RemoteError] = metaclass(RemoteError.__name__, (RemoteError, kind), members)
+    return made
+
+
+def _new(cls: type[RemoteError], *_: Any, **__: Any) -> Any:
+    """Make an instance without arguments, which ``OSError`` would interpret."""
+    base: Any = cls
+    while base.__module__ != "builtins":
+        base = base.__base__
+    return base.__new__(cls)

@@ -56,6 +56,7 @@ class Server:
 
     Attributes:
         active: The calls in service, by rank and request id.
+        registry: The functions, and the error classes of other ranks.
         pool: The threads that run them.
         replies: Encodes and sends replies.
         reservations: Queue space for large calls.
@@ -79,7 +80,7 @@ class Server:
         self._backend = backend
         self.clock = backend.clock
         self._port = port
-        self._registry = registry
+        self.registry = registry
         self._codec = codec
         self._draining = False
         self.is_stopping = False
@@ -140,7 +141,7 @@ class Server:
                 call, self.replies.refusal(Outcome.BAD_REQUEST, error.message)
             )
             return None
-        function = self._registry.functions.get(request.name)
+        function = self.registry.functions.get(request.name)
         is_large = len(call.payload) > SMALL_NBYTES
         if function is not None and not (self._draining or request.chain or is_large):
             return ServedCall(self, call, request, function)
@@ -166,7 +167,7 @@ class Server:
             return None, self.replies.closed(began=False)
         if request.name == RESERVE:
             return None, self._reserve(call, request)
-        errand = self._registry.own.get(request.name)
+        errand = self.registry.own.get(request.name)
         if errand is not None:
             errand()
             return None, encode_result(self._codec, None)
@@ -175,7 +176,7 @@ class Server:
     def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
         """Return the function of a name that is not registered, or the reply that there is none."""
         try:
-            function = self._registry.resolve(name)
+            function = self.registry.resolve(name)
         except FunctionNotFoundError as error:
             return None, self.replies.not_found(name, error.reason)
         except OverloadedError as error:
