@@ -57,13 +57,51 @@ class UnretrievedError:
 _DISREGARDED = UnretrievedError(None)
 
 
-class RpcFuture(PublicDir, Future[R]):
+class LoggedFuture(Future[R]):
+    """A future that logs its error when it is dropped, unless the program has retrieved the error.
+
+    The attributes are those of the base class (a test compares), except for the condition.
+    """
+
+    _state: str = _PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+    _made: SafeCondition | None = None  # the condition, once a thread needs it
+    _unretrieved: UnretrievedError | None = None
+
+    def _mark_retrieved(self) -> None:
+        unretrieved = self._unretrieved
+        if unretrieved is not None and self.done():
+            unretrieved.error = None
+
+    def disregard(self) -> None:
+        """Do not log its error, now or later: it is handled elsewhere."""
+        unretrieved, self._unretrieved = self._unretrieved, _DISREGARDED
+        if unretrieved is not None:
+            unretrieved.error = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that it ended with, or None; reading it does not count as retrieving it."""
+        return self._exception
+
+    def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
+        try:
+            settle(outcome)
+        except InvalidStateError:
+            if self.cancelled():
+                self._mark_retrieved()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # raised by a callback
+            _log.exception("a callback of %r raised", self)
+
+
+class RpcFuture(PublicDir, LoggedFuture[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
     If the call fails and the program neither calls ``result`` or ``exception`` nor awaits the
-    future, the error is logged once, when the future is dropped. Callbacks run in the thread that
-    ends the future. If a function being served made the future, they are part of that call: calls
-    that they make have its deadline and its chain.
+    future, the error is logged once, when the future is dropped.
 
     Attributes:
         dst: The rank that was called.
@@ -73,8 +111,8 @@ class RpcFuture(PublicDir, Future[R]):
 
     _SHOWN = ("deadline", "dst", "name")
 
-    _unretrieved: UnretrievedError | None = None
     _on_end: Sequence[OnEnd] = ()
+    reply: Reply | None = None  # set once the request is sent
 
     def __init__(
         self,
@@ -85,15 +123,9 @@ class RpcFuture(PublicDir, Future[R]):
         deadline: Deadline,
         call: Call | None,
     ) -> None:
-        # As in the base class (a test compares), except for the condition.
-        self._state = _PENDING
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._made: SafeCondition | None = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self._futures = futures
-        self.reply: Reply | None = None  # set once the request is sent
         self.call = call  # the call that was being served when this one was made
         self.dst = dst
         self.request_id = request_id
@@ -142,11 +174,6 @@ class RpcFuture(PublicDir, Future[R]):
         finally:
             self._mark_retrieved()
 
-    def _mark_retrieved(self) -> None:
-        unretrieved = self._unretrieved
-        if unretrieved is not None and self.done():
-            unretrieved.error = None
-
     def done(self) -> bool:
         """Return whether it has a result or an error, or was cancelled."""
         return self._state in _DONE
@@ -173,6 +200,14 @@ class RpcFuture(PublicDir, Future[R]):
             self.reply.withdraw()
             self._futures.port.cancel(self.dst, self.request_id)
 
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Call ``fn(self)`` when it is done, in the thread that ends it.
+
+        If a function being served made the future, the callback is part of that call: calls that it
+        makes have its deadline and its chain.
+        """
+        super().add_done_callback(fn)
+
     def when_ended(self, on_end: OnEnd) -> None:
         """Call ``on_end`` once it is done, without having its reply read early.
 
@@ -188,17 +223,6 @@ class RpcFuture(PublicDir, Future[R]):
             # ``on_end`` refers to this future: without this, only the garbage collector frees both.
             with suppress(ValueError):  # another thread has called it too
                 self.__dict__["_on_end"].remove(on_end)
-
-    def disregard(self) -> None:
-        """Do not log its error, now or later: it is handled elsewhere."""
-        unretrieved, self._unretrieved = self._unretrieved, _DISREGARDED
-        if unretrieved is not None:
-            unretrieved.error = None
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that it ended with, or None; reading it does not count as retrieving it."""
-        return self._exception
 
     def attend(self) -> None:
         """Have the reply read as soon as it comes, although no thread waits for it."""
@@ -262,17 +286,6 @@ class RpcFuture(PublicDir, Future[R]):
         self._settle(self.set_exception, error)
         if self._on_end:
             self._call_on_end()
-
-    def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
-        try:
-            settle(outcome)
-        except InvalidStateError:
-            if self.cancelled():
-                self._mark_retrieved()
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # raised by a callback
-            _log.exception("a callback of %r raised", self)
 
     def _drive(self, timeout: float | None) -> float | None:
         """Read the connection until the reply is there; return what is left of ``timeout``.
