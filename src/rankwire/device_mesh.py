@@ -105,7 +105,7 @@ class DeviceMesh:
         return int(self._ranks[tuple(indices)])
 
     def ranks_along_dim(self, axis: int | str, rank: int) -> list[int]:
-        """Return this rank and those that differ from it along one axis only, ascending.
+        """Return the ranks of the group that contains ``rank`` along an axis, ascending.
 
         Raises:
             ConfigurationError: The axis is invalid.
@@ -138,8 +138,8 @@ class DeviceMesh:
         Args:
             backend: The ranks of this mesh. It must stay open; the caller closes the group.
             axis: An index or a name.
-            timeout: Seconds for the agreement, and for every operation of the group without a
-                timeout of its own; None is the backend's.
+            timeout: Seconds for the agreement, and for every operation of the group without its own
+                timeout; None is the backend's.
 
         Raises:
             ConfigurationError: The axis is invalid, or the backend has another number of ranks.

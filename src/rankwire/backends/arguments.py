@@ -52,8 +52,8 @@ def check_pickle(backend: Backend, allowed: bool) -> None:
     """Raise if values may travel as pickles where anyone can send them."""
     if allowed and backend.security == "insecure":
         raise ConfigurationError(
-            'allow_pickle=True together with security="insecure" would let whoever reaches this '
-            "rank run code on it"
+            'allow_pickle=True together with security="insecure" would let any process that '
+            "reaches this rank run code on it"
         )
 
 

@@ -126,8 +126,8 @@ class FaultPlan(PublicDir):
         Args:
             rank: The rank.
             after: How many messages it sends before; calls, replies and barriers count too.
-            after_seconds: Seconds from the start of the world. Whichever comes first, if both are
-                given.
+            after_seconds: Seconds from the start of the world. If both are given, the first one
+                counts.
         """
         if after is not None or after_seconds is None:
             self.kill_after_messages[rank] = _messages(after or 0)
@@ -161,8 +161,8 @@ class FaultPlan(PublicDir):
             collective: Which of the collectives that it takes part in, of any group. The other
                 ranks of that one fail too, with ``CollectiveAbortedError``, and all are in step
                 afterwards.
-            error: What the operation raises, or the handle that it returns; without it a
-                ``NoConnectionError``.
+            error: The exception that the operation or its handle raises; ``NoConnectionError`` by
+                default.
         """
         given = {"call": call, "message": message, "collective": collective}
         chosen = [(kind, number) for kind, number in given.items() if number is not None]

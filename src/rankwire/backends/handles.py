@@ -28,9 +28,9 @@ class MessageHandle(PublicDir):
 
     For one thread at a time. Its timeout counts from the call that made it.
 
-    If it is dropped before it is done: a message that is sent leaves all the same, and its buffers
-    must not change before it has; a receive is given up, and its message is for the next one. Once
-    ``done`` has returned True, the message belongs to the handle.
+    If you drop the handle before it is done, a send continues, and its buffers must not change
+    until the message has been sent. A receive is cancelled, and the next receive gets its message.
+    Once ``done`` has returned True, the message belongs to the handle.
 
     Attributes:
         source: The rank that sent the message, once it has arrived; None for a send.
@@ -51,11 +51,11 @@ class MessageHandle(PublicDir):
         """Wait until it is done; may be called again, also after an interrupt.
 
         Args:
-            timeout: Seconds for this wait; the handle's own limit counts too. None is that limit.
+            timeout: Seconds for this wait, at most the handle's own timeout; None is that timeout.
 
         Returns:
-            The message, the size of what is in the buffer, or the array, as the call that made it
-            says; None for a message that is sent, whose buffers may change from now on.
+            The message, its size, or the array, as described for the call that made the handle.
+            None for a send, whose buffers may change from now on.
 
         Raises:
             DeadlineExceededError: It is not done. After ``timeout`` the handle goes on. After its

@@ -236,7 +236,7 @@ class MessagePosting(Transport):
                     self.give_up_dropped()
                 tag = check_tag(tag)
                 if self.world_size == 1:
-                    raise ConfigurationError("there is no other rank to receive from")
+                    raise ConfigurationError("this group has no other rank to receive from")
             else:
                 rank, tag = self._check(src, tag)
         except RankwireError as error:

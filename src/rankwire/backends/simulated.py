@@ -76,8 +76,8 @@ class _Peers(dict[int, Peer]):
 class SimulatedBackend(Mesh):
     """One rank of a world in this process, made by ``create_group``.
 
-    Every method is safe from any thread. What is sent is copied, so the sender's buffers are free
-    on return; what is received belongs to the receiver.
+    Every method is safe from any thread. Data is copied when it is sent, so the sender may change
+    its buffers on return; the receiver owns what it receives.
 
     Size: it is a mesh, and what the network asks of a member.
 

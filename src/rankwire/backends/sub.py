@@ -54,7 +54,7 @@ _CLOSE_PATIENCE = 1.0  # seconds for receives under way: their readers look up e
 
 
 class SubBackend(Backend):
-    """Some of the ranks of a parent, numbered from 0 in the parent's order, or in a given one.
+    """A group of a parent's ranks, numbered from 0 in the parent's order, or in a given one.
 
     Every method is safe from any thread. Buffers pass to the parent untouched.
 
@@ -71,8 +71,8 @@ class SubBackend(Backend):
         members: Parent ranks, in any order; repeated ones count once.
         keep_order: Whether rank i of the group is ``members[i]``; then none may be repeated. All
             members must give the same order. Groups of other orders are other groups.
-        timeout: Seconds for the agreement, and for every operation without a limit of its own; None
-            is the parent's.
+        timeout: Seconds for the agreement, and for every operation without its own timeout; None is
+            the parent's.
 
     Raises:
         InvalidWorldSizeError: The list of members is empty.

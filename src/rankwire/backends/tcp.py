@@ -319,7 +319,7 @@ class TcpBackend(Mesh):
                 peer.judge(PeerLostError(rank, reason, root=self.rank))
             return
         if gone.rank not in self._peers:
-            raise ProtocolError(f"the coordinator tells of rank {gone.rank}, which does not exist")
+            raise ProtocolError(f"the coordinator reports rank {gone.rank}, which does not exist")
         peer = self._peers[gone.rank]
         if gone.orderly:
             peer.leave(left(gone.rank))
@@ -340,7 +340,7 @@ class TcpBackend(Mesh):
         member = joined.member
         self.roll.note_back(member.rank)
         if member.rank not in self._peers:
-            raise ProtocolError(f"the coordinator tells of rank {member.rank}, which is no peer")
+            raise ProtocolError(f"the coordinator reports rank {member.rank}, which is not a peer")
         self._formation.take_key(joined)
         self._hosts[member.rank] = member.host_id
         self._replace(self._meet(member))
@@ -364,7 +364,7 @@ class TcpBackend(Mesh):
         if peer.is_suspected:
             _log.warning("rank %d has been silent for %.1f s", rank, seconds)
         else:
-            _log.warning("rank %d is heard again", rank)
+            _log.warning("rank %d responds again", rank)
         self._events.suspected(rank, seconds)
 
     def on_silences(self, silent: dict[int, float]) -> None:

@@ -106,7 +106,7 @@ class Reader:
             if code in scalars.COSTLY_KEYS:
                 self._refuse_odd_keys()
             return scalars.UNPACKERS[code](body)
-        raise InvalidMessageError(f"there is no extension {code}")
+        raise InvalidMessageError(f"extension {code} does not exist")
 
     def _level(self, body: memoryview) -> list[Any]:
         """Decode the body of a container, which is one level of nesting."""

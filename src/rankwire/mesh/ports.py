@@ -41,7 +41,7 @@ class Ports:
                 raise ChannelClosedError("this backend is closed")
             if port.service in self._open:
                 raise ConfigurationError(
-                    "there is an agent of this name already; close it, or give this one a name"
+                    "an agent of this name exists already; close it, or give this one another name"
                 )
             self._open[port.service] = port
             self._closed_services.discard(port.service)

@@ -298,9 +298,9 @@ def _derived(
     product = launcher.removesuffix(" mpiexec").removesuffix(" srun")
     if not hosts or not (seed or environ.get(PORT)):
         raise ConfigurationError(
-            f"{product} does not tell on which host rank 0 runs, or under which port it can be"
-            f" found: set {ADDRESS}=host:port, the same for all ranks, with the host of rank 0 as"
-            " the others reach it and any free port above 1023"
+            f"{product} does not say on which host rank 0 runs, or at which port: set {ADDRESS}="
+            "host:port, the same for all ranks, with the host of rank 0 as the others reach it and"
+            " any free port above 1023"
         )
     port = environ.get(PORT) or str(_FIRST_PORT + zlib.crc32(seed.encode()) % _PORTS)
     advice = (

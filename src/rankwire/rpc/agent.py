@@ -163,8 +163,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
             True, or False if the timeout passed first; then you can call it again.
 
         Raises:
-            PeerLostError: The rank ``until_lost`` has died. If it has left in good order, this
-                returns.
+            PeerLostError: The rank ``until_lost`` is lost. If it closed its backend, this returns.
         """
         deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
         try:
@@ -180,9 +179,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def stop(self, *ranks: int, timeout: float | None = None) -> None:
         """Make ``serve`` return on some ranks; without arguments on all, this one included.
 
-        The effect is permanent, and also holds for a rank that does not serve yet. Returns when all
-        of these ranks know; ranks that have left or are lost are skipped. If a rank has not made
-        its agent of this name yet, this waits for it.
+        The effect is permanent, and applies to a rank that does not serve yet. This returns when
+        all of these ranks have confirmed; ranks that have left or are lost are skipped. If a rank
+        has not made its agent of this name yet, this waits for it.
 
         Args:
             *ranks: The ranks to stop.
@@ -190,7 +189,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
 
         Raises:
             ChannelClosedError: This agent is closed.
-            DeadlineExceededError: A rank did not answer in time. The others know.
+            DeadlineExceededError: A rank did not answer in time. The other ranks stop.
         """
         deadline = Deadline.of(timeout, self.timeout, self._clock)
         told = {check_rank(rank, self.world_size) for rank in ranks or range(self.world_size)}

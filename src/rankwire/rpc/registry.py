@@ -264,9 +264,9 @@ class Registry:
         function = self.functions.get(name)
         if function is not None and function.takes_timeout:
             raise ConfigurationError(
-                f"{name!r} has a parameter 'timeout' of its own, so timeout= may mean either: "
-                f"agent.to(rank, timeout=...)({name!r}, ...) is for the time limit of the call, "
-                f"agent.to(rank)({name!r}, ..., timeout=...) for the function's"
+                f"{name!r} has a parameter 'timeout', so timeout= may mean either: "
+                f"agent.to(rank, timeout=...)({name!r}, ...) sets the timeout of the call, "
+                f"agent.to(rank)({name!r}, ..., timeout=...) passes it to the function"
             )
 
 

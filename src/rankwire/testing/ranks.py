@@ -1,7 +1,7 @@
 """Worlds of ranks in one process for tests, and how to run a function as every rank.
 
-A *world maker* is what ``check_backend`` and ``run_ranks`` take: called with a number of ranks and
-options of the backend, it returns a context manager that gives the backends in rank order.
+``check_backend`` and ``run_ranks`` accept a *world maker*: a function of a number of ranks and
+options of the backend. It returns a context manager that yields the backends in rank order.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def tcp_world(
 
 
 def sub_world(make_parent: MakeWorld) -> MakeWorld:
-    """Return a maker of groups inside worlds of another kind.
+    """Return a world maker whose backends are a group inside a larger world.
 
     A group has all ranks of a larger world except rank 0.
     """

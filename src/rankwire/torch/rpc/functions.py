@@ -41,7 +41,7 @@ def exposed(target: T) -> T:
 
 
 def is_exposed(target: object) -> bool:
-    """Tell whether this very function or class was exposed."""
+    """Return whether this function or class itself was exposed."""
     return isinstance(target, types.FunctionType | type) and target in _exposed
 
 
@@ -51,7 +51,7 @@ _MARK = "_wrapped_async_rpc_function"
 
 
 def async_execution(fn: F) -> F:
-    """Have the caller of a function wait for the future that the function returns. A decorator.
+    """Let the caller of a function get the result of the future that it returns. A decorator.
 
     The function returns a ``torch.futures.Future``; its thread is free at once. Place it below
     ``@staticmethod`` and ``@classmethod``.
