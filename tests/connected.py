@@ -8,8 +8,9 @@ import pytest
 
 from rankwire.clock import REAL_TIME
 from rankwire.links.connection import Connection
-from rankwire.transports.sockets import tune
 from rankwire.transports.spin import Spin
+from rankwire.transports.tcp_stream import tune_tcp
+from rankwire.transports.unix_stream import tune_unix
 from real_time import Deadline
 from worlds import PATIENCE, noting
 
@@ -24,8 +25,22 @@ def socket_pair(transport):
             far, _ = listener.accept()
         ends = (near, far)
     for end in ends:
-        tune(end)
+        (tune_unix if transport == "unix" else tune_tcp)(end)
     return ends
+
+
+def write(stream, *pieces):
+    """Write what a stream takes now; return how much that was."""
+    counts = []
+    stream.write(pieces, counts)
+    return counts[0]
+
+
+def read_into(stream, buffer):
+    """Read into a buffer; return how much."""
+    counts = []
+    stream.read(memoryview(buffer), counts)
+    return counts[0]
 
 
 @dataclass

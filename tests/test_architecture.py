@@ -309,13 +309,12 @@ OWN_LOOKS = {
 # Who has the operating system wait for descriptors. Simulated worlds have none of these.
 WAITS_OF_THE_SYSTEM = {
     "runtime.py": "it is the door",
-    "transports/sockets.py": "poll of a socket",
-    "transports/stream.py": "names the events of that poll",
+    "transports/byte_stream.py": "poll of a descriptor",
+    "transports/sockets.py": "names the events of that poll",
     "links/dialer.py": "names the events of that poll",
     "transports/tls_contexts.py": "names the events of that poll",
     "links/lender.py": "poll of sockets, while another process reads our memory",
-    "transports/bells.py": "poll of several sockets; memory_bell is its twin in simulated worlds",
-    "transports/poller.py": "epoll; memory_poller is its twin in simulated worlds",
+    "transports/poller.py": "epoll and poll; memory_stream has the twins for simulated worlds",
     "links/event_thread.py": "a selector of control connections",
     "links/acceptor.py": "names the events of that selector",
     "transports/wakeup.py": "names the events of that selector, and of a launcher's",
@@ -350,8 +349,11 @@ OWN_WAITS = {
     "torch/work_handles.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
-# What has a ``wait`` of its own that is given a deadline, and so the clock.
-WAITS_BY_DEADLINE = {"reply", "offer", "sent", "lent", "_inbox", "_stop_signal", "self"}
+# What has a ``wait`` of its own: by a deadline, and so the clock, or for bytes of a transport.
+WAITS_BY_DEADLINE = {
+    "reply", "offer", "sent", "lent", "_inbox", "_stop_signal", "self", "stream", "_stream",
+    "waiter",
+}  # fmt: skip
 TIMED_BY_ASYNCIO = {"wait_for", "timeout", "call_later", "call_at"}
 
 

@@ -25,7 +25,8 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
 from rankwire.rendezvous.coordinator import Coordinator
-from rankwire.transports.sockets import TcpAddress, connect_tcp, connect_unix
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
+from rankwire.transports.unix_stream import connect_unix
 from rankwire.wire.handshake import Purpose
 from real_time import Deadline
 

@@ -31,7 +31,7 @@ from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.launchers import LAUNCH_JOB
 from rankwire.transports.security import UNPROTECTED, choose_policy, files_of
-from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import (
     Beat,
     Failed,

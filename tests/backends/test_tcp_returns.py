@@ -22,7 +22,7 @@ from rankwire.links.dialer import authenticate
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.reports import Told
 from rankwire.transports.security import UNPROTECTED
-from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.keys import rank_key
 from real_time import Deadline

@@ -28,7 +28,7 @@ from rankwire.errors import (
 from rankwire.launch.certificates import make_certificates
 from rankwire.links.dialer import authenticate
 from rankwire.transports.security import choose_policy, files_of
-from rankwire.transports.sockets import TcpAddress, connect_tcp, listen_tcp
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp, listen_tcp
 from rankwire.wire.frames import HEADER_NBYTES, SEAL_NBYTES, Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,

@@ -32,15 +32,11 @@ from rankwire.links import acceptor as acceptor_module
 from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
+from rankwire.transports import unix_stream
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import choose_policy
-from rankwire.transports.sockets import (
-    TcpAddress,
-    connect_tcp,
-    connect_unix,
-    listen_tcp,
-    listen_unix,
-    start_listening,
-)
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp, listen_tcp, start_listening
+from rankwire.transports.unix_stream import connect_unix, listen_unix
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
@@ -160,11 +156,11 @@ def test_a_rank_gets_in(door, purpose):
     near = door.knock(hello(purpose))
     [(entered, far)] = eventually(lambda: door.house.entered)
     assert entered == hello(purpose)
-    assert far.getblocking() is False
-    assert far.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert far.sock.getblocking() is False
+    assert far.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     near.sendall(b"ping")
-    far.settimeout(PATIENCE)
-    assert far.recv(4) == b"ping"
+    assert far.wait(PATIENCE)
+    assert far.receive(4) == b"ping"
     assert door.strangers == 0
 
 
@@ -183,7 +179,7 @@ def test_a_rank_gets_in_over_a_unix_socket(cleanup, own_runtime_folder):
 def test_another_user_does_not_get_in_over_a_unix_socket(cleanup, own_runtime_folder, monkeypatch):
     path = f"{own_runtime_folder}/door"
     cleanup.callback(os.unlink, path)
-    monkeypatch.setattr(acceptor_module, "unix_peer", lambda _: (0, os.geteuid() + 1))
+    monkeypatch.setattr(unix_stream, "unix_peer", lambda _: (0, os.geteuid() + 1))
     door = Door(cleanup)
     door.acceptor.listen(listen_unix(path))
     door.acceptor.start()
@@ -219,8 +215,8 @@ def test_what_a_rank_sends_with_its_proof_is_not_taken_from_its_stream(door):
     sock.sendall(proof + b"first frame")
     sock.close()
     [(_, far)] = eventually(lambda: door.house.entered)
-    far.settimeout(PATIENCE)
-    assert far.recv(100) == b"first frame"
+    assert far.wait(PATIENCE)
+    assert far.receive(100) == b"first frame"
 
 
 @pytest.mark.parametrize(
@@ -484,7 +480,7 @@ def test_being_out_of_descriptors_costs_no_processor_time_and_ends_when_there_ar
         from test_acceptor import KEY, Guests
         from rankwire.clock import REAL_TIME
         from rankwire.links.acceptor import Acceptor
-        from rankwire.transports.sockets import TcpAddress, listen_tcp, start_listening
+        from rankwire.transports.tcp_stream import TcpAddress, listen_tcp, start_listening
 
         logging.disable()
         listener = listen_tcp(TcpAddress("127.0.0.1", 0))
@@ -537,7 +533,7 @@ def test_a_house_that_fails_with_one_visitor_is_still_served(door, method, mista
     taken = []
 
     def fail(*args):
-        taken.extend(arg for arg in args if isinstance(arg, socket.socket))
+        taken.extend(arg for arg in args if isinstance(arg, ByteStream))
         raise mistake("of the house")
 
     setattr(door.house, method, fail)
@@ -756,10 +752,9 @@ def test_the_owner_may_close_it_from_its_own_thread(cleanup):
 def test_a_verdict_is_sent_before_the_socket_is_handed_over(door):
     sent_first = []
 
-    def enter(greeting, sock, seals):
-        sock.setblocking(True)
-        sock.sendall(struct.pack("<Q", 42))
-        sent_first.append(sock)
+    def enter(greeting, stream, seals):
+        stream.send_all(struct.pack("<Q", 42))
+        sent_first.append(stream)
 
     door.house.enter = enter
     near = door.knock()

@@ -166,7 +166,11 @@ def test_input_that_never_stops_does_not_prolong_the_deadline(make_link, spin):
         buffer[: len(piece)] = piece
         return len(piece)
 
-    link.connection.stream = Proxied(link.connection.stream, recv_into=recv_into)
+    link.connection.stream = Proxied(
+        link.connection.stream,
+        recv_into=recv_into,
+        read=lambda buffer, counts: counts.append(recv_into(buffer)),
+    )
     assert link.connection.read(Deadline(0.1)) == []
 
 

@@ -46,7 +46,7 @@ HELLO = Hello(Purpose.MESSAGES, job_id("job"), epoch=5, world_size=4, rank=2, pe
 def ends(make_link):
     """The socket of the end that dials, and that of the other end."""
     link = make_link()
-    return link.connection.stream._sock, link.raw
+    return link.connection.stream.sock, link.raw
 
 
 def dial(sock, hello=HELLO, *, key=KEY, timeout=PATIENCE):
@@ -72,7 +72,8 @@ def test_a_listener_that_knows_the_secret_is_reached(ends, purpose):
     hello = Hello(purpose, job_id("job"), 5, 4, 2, 1, 9)
     dialling = dial(near, hello)
     assert answer(far) == hello
-    assert dialling.result() == (near, None), "the socket, and no seals on loopback"
+    stream, seals = dialling.result()
+    assert (stream.sock, seals) == (near, None), "the socket, and no seals on loopback"
 
 
 def test_not_one_byte_after_the_handshake_is_taken(ends):
@@ -103,7 +104,7 @@ def test_every_handshake_has_a_nonce_of_its_own(make_link):
     greetings = []
     for _ in range(2):
         link = make_link()
-        dialling = dial(link.connection.stream._sock)
+        dialling = dial(link.connection.stream.sock)
         greetings.append(receive(link.raw, HELLO_NBYTES))
         link.raw.close()
         dialling.error()
@@ -225,7 +226,7 @@ def test_a_listener_of_another_version_is_named_with_both_versions(ends):
 def test_a_refusal_is_an_error_of_its_type(make_link, status, join_error, other_error):
     for purpose in Purpose:
         link = make_link()
-        dialling = dial(link.connection.stream._sock, Hello(purpose, job_id("job"), 5, 4, 2, 1))
+        dialling = dial(link.connection.stream.sock, Hello(purpose, job_id("job"), 5, 4, 2, 1))
         answer(link.raw, status=status, detail=3)
         is_admission = purpose in (Purpose.JOIN, Purpose.LAUNCH)
         expected = join_error if is_admission else other_error
@@ -279,7 +280,7 @@ def test_only_errors_of_this_package_come_out(make_link):
     chunks = [b"", b"\0" * 64, b"\xff" * 64, b"rankwire" + b"\0" * 56, b"rankwire\1" + b"\0" * 200]
     for chunk in chunks:
         link = make_link()
-        dialling = dial(link.connection.stream._sock, timeout=SOON)
+        dialling = dial(link.connection.stream.sock, timeout=SOON)
         receive(link.raw, HELLO_NBYTES)
         link.raw.sendall(chunk)
         link.raw.close()

@@ -8,7 +8,7 @@ from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostE
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
-from rankwire.transports.bells import PollBell
+from rankwire.transports.poller import PollWaiter
 from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Channel, whole_of
 from rankwire.wire.mailbox import Mailbox
@@ -40,7 +40,7 @@ class Several:
 
     def receive(self, order=(0, 1, 2), nbytes=None):
         inboxes = [self.inboxes[rank] for rank in order]
-        receive = FirstReceive(inboxes, ENVELOPE, nbytes, lambda: PollBell(Spin(0.0, REAL_TIME)))
+        receive = FirstReceive(inboxes, ENVELOPE, nbytes, lambda: PollWaiter(Spin(0.0, REAL_TIME)))
         receive.sources = list(order)
         return receive
 

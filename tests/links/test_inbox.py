@@ -1481,7 +1481,7 @@ def send_halves(post, tag, payload):
                 try:
                     view = view[stream.send(view) :]
                 except BlockingIOError:
-                    stream.wait_writable(0.1)
+                    stream.wait(0.1, to_write=True)
             assert go_on.wait(PATIENCE)
 
     post.sender._writer._outgoing = (post.sender.frames_sent + 1, ())

@@ -14,9 +14,9 @@ from interrupts import Interrupt, every_interrupt
 from links.ends import read, send
 from rankwire.clock import REAL_TIME
 from rankwire.errors import DeadlineExceededError, PeerLostError, ProtocolError
-from rankwire.links import connection as connections
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
+from rankwire.transports import unix_stream
 from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Channel
@@ -154,7 +154,7 @@ def test_who_has_waited_for_room_leaves_no_reply_where_a_poller_does_not_see_it(
         inbox.expect(Receive((0, int(Channel.MESSAGE), number)))
     far.stream.ring.words[AWAKE] = 1
     send(near, b"one", tag=0)
-    assert far.stream.ring.has_records()
+    assert not far.stream.ring.is_empty()
     assert inbox.wait_until(lambda: inbox.in_flight < 2, Deadline(PATIENCE))
     send(near, b"another one", tag=1)
     assert far.stream.peek(1)
@@ -164,7 +164,7 @@ def test_what_was_put_before_the_end_is_read_before_it(ends):
     near, far = ends
     far.stream.ring.words[AWAKE] = 1
     send(near, b"last words")
-    assert far.stream.ring.has_records()
+    assert not far.stream.ring.is_empty()
     near.stream.shut_down()
     assert [frame.payload for frame in read(far)] == [b"last words"]
     with pytest.raises(PeerLostError):
@@ -231,7 +231,7 @@ def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
     """A dialler that gives up before has said nothing, and may close what it has dialled."""
     near, far = unintroduced_ends()
     with closing(near), closing(far):
-        far._offer_ring()
+        far._offer_ring(far.stream)
         with pytest.raises(DeadlineExceededError):
             near.await_introduction(Deadline(0.01), lambda: None)
         assert near.frames_sent == 0
@@ -246,8 +246,8 @@ def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
 
 def test_noise_in_the_ring_ends_the_connection(ends):
     _, far = ends
-    far._shared.view[256:288] = pack_header((0, 77, 0), 0, far._parser.state[2])
-    far._shared.view.cast("Q")[0] = 64
+    far.stream._shared.view[256:288] = pack_header((0, 77, 0), 0, far._parser.state[2])
+    far.stream._shared.view.cast("Q")[0] = 64
     with pytest.raises(ProtocolError):
         far.read(Deadline(PATIENCE))
     assert isinstance(far.failure, ProtocolError)
@@ -299,7 +299,7 @@ def test_an_interrupted_receive_through_the_ring_loses_and_repeats_nothing(ends,
             received.append(receive(0))
         received += [receive(0) for _ in range(3 - len(received))]
         assert received == payloads
-        assert not far.stream.ring.has_records()
+        assert far.stream.ring.is_empty()
         assert not inbox.is_read
 
     assert every_interrupt(run, second_after=second_after) >= 10
@@ -312,9 +312,9 @@ def test_without_a_ring_the_stream_carries_everything(how, monkeypatch):
 
     options = {}
     if how == "no memory":
-        monkeypatch.setattr(connections, "SharedMemory", refuse)
+        monkeypatch.setattr(unix_stream, "SharedMemory", refuse)
     elif how == "not opened":
-        monkeypatch.setattr(connections, "open_shared", refuse)
+        monkeypatch.setattr(unix_stream, "open_shared", refuse)
     elif how == "turned off":
         options = {"options": [{"single_copy": False}] * 2}
     else:

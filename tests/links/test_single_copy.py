@@ -27,7 +27,7 @@ from rankwire.links.borrower import Borrowed
 from rankwire.links.lender import lend
 from rankwire.links.memory import probe
 from rankwire.links.send_handle import SendHandle
-from rankwire.transports.stream import SocketStream, stream_of
+from rankwire.transports import stream_of
 from rankwire.wire.loans import MAX_PIECES, LoanRefusedError, unpack_loan
 from rankwire.wire.receive import MessageWithdrawnError
 from real_time import Deadline
@@ -619,7 +619,7 @@ def lender(folder):
 
 def allowed(sock):
     """Return the process at the other end, or skip the test where the kernel says no."""
-    pid, reason = probe(SocketStream(sock))
+    pid, reason = probe(stream_of(sock))
     if not pid:
         pytest.skip(reason)
     return pid
@@ -678,19 +678,19 @@ def pair():
 
 
 def test_the_process_at_the_other_end_is_told_by_the_kernel(pair):
-    assert probe(SocketStream(pair[0])) == (os.getpid(), "")
+    assert probe(stream_of(pair[0])) == (os.getpid(), "")
 
 
 def test_a_tcp_socket_has_no_process_at_its_other_end():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname()) as sock:
-            assert probe(SocketStream(sock)) == (0, "it is not connected by a Unix socket")
+            assert probe(stream_of(sock)) == (0, "it is not connected by a Unix socket")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ESRCH])
 def test_a_refusal_of_the_kernel_is_named(pair, monkeypatch, number):
     monkeypatch.setattr(process_memory, "transfer", lambda *_: (-1, number))
-    pid, reason = probe(SocketStream(pair[0]))
+    pid, reason = probe(stream_of(pair[0]))
     assert pid == 0
     assert os.strerror(number) in reason
     assert str(os.getpid()) in reason
@@ -704,8 +704,8 @@ def test_a_process_that_may_read_but_not_write_cannot_borrow(pair, monkeypatch):
         return (-1, errno.EPERM) if is_write else transfer(call, *args)
 
     monkeypatch.setattr(process_memory, "transfer", transfer_one_way)
-    assert probe(SocketStream(pair[0]))[0] == 0
-    assert "not permitted" in probe(SocketStream(pair[0]))[1]
+    assert probe(stream_of(pair[0]))[0] == 0
+    assert "not permitted" in probe(stream_of(pair[0]))[1]
 
 
 def test_a_process_of_another_pid_namespace_is_not_visible():
@@ -723,7 +723,7 @@ def test_a_process_of_another_pid_namespace_is_not_visible():
 def test_probing_changes_nothing(pair):
     word = process_memory._probe_word.value
     for _ in range(3):
-        assert probe(SocketStream(pair[0]))[0] == os.getpid()
+        assert probe(stream_of(pair[0]))[0] == os.getpid()
     assert process_memory._probe_word.value == word
 
 

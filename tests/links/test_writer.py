@@ -76,9 +76,8 @@ def test_header_and_payload_leave_in_one_system_call(make_link):
     for nbytes in (0, 100, 16384, 100_000):
         link = make_link()
         sock = link.connection.stream
-        link.connection._writer._stream = Proxied(
-            sock, send=counted(sock.send), sendmsg=counted(sock.sendmsg)
-        )
+        link.connection._writer._send = counted(sock.send)
+        sock.sock = Proxied(sock.sock, sendmsg=counted(sock.sock.sendmsg))
         send(link.connection, bytes(nbytes))
         assert calls.pop() == HEADER_NBYTES + nbytes
         assert not calls
@@ -122,7 +121,7 @@ def test_held_frames_leave_in_order_with_the_next_one(link):
     calls = []
     sock = link.connection.stream
     link.connection._writer._stream = Proxied(
-        sock, send=lambda data: calls.append(1) or sock.send(data)
+        sock, write=lambda *given: calls.append(1) or sock.write(*given)
     )
     for number in range(3):
         hold(link.connection, bytes([number]), tag=number)
@@ -516,8 +515,6 @@ def test_a_message_that_was_not_taken_in_time_says_whether_it_will_arrive(make_p
 class FakeStream:
     """Takes what it is told to take."""
 
-    write = None
-
     def __init__(self, *takes):
         self.takes = list(takes)
         self.taken = b""
@@ -529,10 +526,10 @@ class FakeStream:
         self.taken += bytes(data[:count])
         return min(count, len(data))
 
-    def sendmsg(self, pieces):
-        return self.send(b"".join(pieces))
+    def write(self, pieces, counts):
+        counts.append(self.send(b"".join(pieces)))
 
-    def wait_writable(self, seconds, beside=()):
+    def wait(self, seconds, beside=(), *, to_write=False):
         return seconds > 0
 
 

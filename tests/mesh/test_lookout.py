@@ -595,7 +595,7 @@ def test_the_sender_and_the_receiver_agree_on_whether_a_message_was_sent(lending
 @pytest.mark.parametrize("kind", ["lent", "tcp"], indirect=True)
 def test_a_receiver_that_is_busy_for_long_is_not_lost(kind, monkeypatch):
     """It lives, its kernel answers, and the sender's time is not up."""
-    monkeypatch.setattr("rankwire.transports.sockets._USER_TIMEOUT_MS", 200)
+    monkeypatch.setattr("rankwire.transports.tcp_stream._USER_TIMEOUT_MS", 200)
     with tcp_world(2, **kind) as world:
         sending = Running(world[0].send, pattern(16 * MIB), 1)
         time.sleep(0.8)

@@ -58,7 +58,7 @@ def has_input(port):
     stream = port._calls.inbox_of(1).connection.stream
     with suppress(BlockingIOError):
         return bool(stream.peek(1))
-    return stream.ring is not None and stream.ring.has_records()
+    return stream.ring is not None and not stream.ring.is_empty()
 
 
 def echo(callee, count):

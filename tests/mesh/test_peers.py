@@ -16,7 +16,7 @@ from rankwire.errors import (
 )
 from rankwire.links.connection import Connection
 from rankwire.mesh.peers import Peer
-from rankwire.transports.sockets import wait_for
+from rankwire.transports.byte_stream import wait_for
 from rankwire.wire.control_messages import Member
 from rankwire.wire.frames import Channel
 from rankwire.wire.receive import Receive

@@ -4,7 +4,7 @@ import pytest
 
 from rankwire.errors import AuthenticationError, NoConnectionError
 from rankwire.rendezvous.join import Attempts
-from rankwire.transports.sockets import TcpAddress
+from rankwire.transports.tcp_stream import TcpAddress
 from real_time import Deadline
 
 ADDRESS = TcpAddress("127.0.0.1", 4000)

@@ -19,7 +19,7 @@ from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.reports import Told
 from rankwire.rendezvous.runtime_dir import host_id
-from rankwire.transports.sockets import wait_for
+from rankwire.transports.byte_stream import wait_for
 from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     Ask,
@@ -90,7 +90,7 @@ class Meeting:
         self.told_before_formed = [
             rank
             for rank, member in self._members
-            if member.fileno() >= 0 and wait_for(member.stream._sock, select.POLLIN, 0.0)
+            if member.fileno() >= 0 and wait_for(member.stream.sock, select.POLLIN, 0.0)
         ]
         self.worlds.append(world)
 
@@ -235,7 +235,7 @@ def test_those_present_are_told_of_many_joins_at_once(meet, monkeypatch):
     meeting.on_thread(meeting.coordinator._tell_missing)
     meeting.on_thread(meeting.coordinator._tell_missing)
     assert meeting.hear(first) == Waiting(list(range(50, 60)))
-    assert not wait_for(first.stream._sock, select.POLLIN, 0.0), "nothing has changed since"
+    assert not wait_for(first.stream.sock, select.POLLIN, 0.0), "nothing has changed since"
 
 
 def test_all_get_the_same_world_in_rank_order_whatever_the_order_of_joining(meet):
@@ -271,7 +271,7 @@ def test_a_world_that_no_socket_takes_at_once_arrives(meet):
             # Who is missing was told to all, in sockets that had room for it.
             eventually(lambda: len(meeting.coordinator._roster.members) == 63)
             for near in (1, 2):
-                sock = meeting.coordinator._watch.controls[near].stream._sock
+                sock = meeting.coordinator._watch.controls[near].stream.sock
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         say(connection, Join(msgspec.structs.replace(member(rank), host="h" * 200)))
     assert {len(each.result().members) for each in reading} == {64}
@@ -377,7 +377,7 @@ def test_a_rank_that_says_anything_but_its_name_loses_its_place(meet, words):
 def test_a_broken_frame_costs_only_the_rank_that_sent_it(meet):
     meeting = meet(3)
     one = meeting.enter(1)
-    one.stream._sock.send(b"\xff" * 64)
+    one.stream.sock.send(b"\xff" * 64)
     eventually(lambda: meeting.admit(1) == (Status.WELCOME, 0))
     again, two = meeting.join(1), meeting.join(2)
     assert meeting.hear_until(again, World).epoch == meeting.hear_until(two, World).epoch
@@ -467,7 +467,7 @@ def test_a_member_that_takes_nothing_does_not_keep_the_others_from_being_told(me
     stuffed = meeting.coordinator._watch.controls[1]
     with contextlib.suppress(BlockingIOError):
         while True:
-            stuffed.stream._sock.send(b"\0" * 4096)
+            stuffed.stream.sock.send(b"\0" * 4096)
     connections[2].close()
     assert meeting.hear(connections[3]).rank == 2
     # As good as gone itself, and said so.

@@ -29,7 +29,7 @@ from rankwire.links.dialer import authenticate
 from rankwire.rendezvous import secret as secret_module
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.rendezvous.secret import AgreedSecret
-from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import Join, Member, pack
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import HELLO_NBYTES, Hello, Purpose, job_id

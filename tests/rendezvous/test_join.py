@@ -25,7 +25,7 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.join import Joiner
 from rankwire.rendezvous.runtime_dir import host_id
-from rankwire.transports.sockets import TcpAddress
+from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.control_messages import (
     Failed,
     Gone,

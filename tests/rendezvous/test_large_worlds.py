@@ -17,9 +17,9 @@ from rankwire.clock import REAL_TIME
 from rankwire.rendezvous import coordinator as coordinator_module
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.reports import Told
-from rankwire.transports import sockets
+from rankwire.transports import tcp_stream
 from rankwire.transports.security import UNPROTECTED
-from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import Waiting
 from real_time import Deadline
 from worlds import SECRET, address_of, bound_socket
@@ -36,7 +36,7 @@ JOINERS = textwrap.dedent(
     import collections, json, sys, threading, time
     from rankwire.clock import REAL_TIME
     from rankwire.deadline import Deadline
-    from rankwire.transports.sockets import TcpAddress
+    from rankwire.transports.tcp_stream import TcpAddress
     from rankwire.wire.control_messages import Member
     from rankwire.rendezvous.join import Joiner
     from rankwire.rendezvous.runtime_dir import host_id
@@ -93,7 +93,7 @@ def usual_limit_of_open_files():
 @pytest.fixture
 def hosted(usual_limit_of_open_files, monkeypatch):
     # The ranks share one interpreter: on a loaded machine some do not read for longer than 4 s.
-    monkeypatch.setattr(sockets, "_USER_TIMEOUT_MS", int(LIMIT * 1000))
+    monkeypatch.setattr(tcp_stream, "_USER_TIMEOUT_MS", int(LIMIT * 1000))
     formed = threading.Event()
     listener = bound_socket()
     host = CoordinatorHost(

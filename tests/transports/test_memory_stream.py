@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connected import read_into, write
 from interrupts import Interrupt, every_interrupt
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
 from rankwire.links.connection import Connection
-from rankwire.transports.memory_poller import MemoryPoller
-from rankwire.transports.memory_stream import memory_pair
-from rankwire.transports.route import Gate, Route
+from rankwire.transports.memory_stream import MemoryPoller, memory_pair
+from rankwire.transports.pipe import Gate, Route
 from rankwire.wire.frames import HEADER, HEADER_NBYTES, Channel
 from real_time import Deadline
 from worlds import PATIENCE, Running
@@ -31,7 +31,7 @@ def frame(payload=b"", *, channel=Channel.MESSAGE, sequence=0):
 
 def take(stream, nbytes=1 << 16):
     buffer = bytearray(nbytes)
-    return bytes(buffer[: stream.recv_into(memoryview(buffer))])
+    return bytes(buffer[: read_into(stream, buffer)])
 
 
 def take_all(stream):
@@ -52,9 +52,9 @@ def take_all(stream):
 
 def test_bytes_come_as_they_were_written_both_ways():
     near, far = memory_pair(LARGE, REAL_TIME)
-    assert near.sendmsg((b"ab", bytearray(b"cd"), memoryview(b"ef"))) == 6
-    assert near.send(b"gh") == 2
-    assert far.send(b"back") == 4
+    assert write(near, b"ab", bytearray(b"cd"), memoryview(b"ef")) == 6
+    assert write(near, b"gh") == 2
+    assert write(far, b"back") == 4
     assert [take(far, 3), take(far, 3), take(far)] == [b"abc", b"def", b"gh"]
     assert take(near) == b"back"
     for end in (near, far):
@@ -65,7 +65,7 @@ def test_bytes_come_as_they_were_written_both_ways():
 def test_the_writer_may_change_its_memory():
     near, far = memory_pair(LARGE, REAL_TIME)
     memory = bytearray(b"before")
-    near.send(memory)
+    write(near, memory)
     memory[:] = b"after."
     assert take(far) == b"before"
 
@@ -74,8 +74,8 @@ def test_what_is_peeked_stays():
     near, far = memory_pair(LARGE, REAL_TIME)
     with pytest.raises(BlockingIOError):
         far.peek(5)
-    near.send(b"abc")
-    near.send(b"def")
+    write(near, b"abc")
+    write(near, b"def")
     assert [far.peek(2), far.peek(100)] == [b"ab", b"abcdef"]
     assert take(far) == b"abcdef"
     near.shut_down()
@@ -89,7 +89,7 @@ def test_any_order_of_writes_and_reads_gives_the_same_bytes(steps):
     for step in steps:
         with suppress(BlockingIOError):
             if isinstance(step, bytes):
-                sent += step[: near.send(step)]
+                sent += step[: write(near, step)]
             else:
                 got += take(far, step)
         assert near.unsent_nbytes() == len(sent) - len(got)
@@ -98,7 +98,7 @@ def test_any_order_of_writes_and_reads_gives_the_same_bytes(steps):
 
 def test_a_stream_says_what_it_is():
     near, _ = memory_pair(1, REAL_TIME)
-    assert (near.transport, near.fileno(), near.tcp_info(), near.peer_pid()) == (
+    assert (near.transport, near.fileno(), near.unacknowledged(), near.peer_pid()) == (
         "memory",
         -1,
         None,
@@ -111,27 +111,27 @@ def test_a_stream_says_what_it_is():
 
 def test_a_full_pipe_takes_what_there_is_room_for():
     near, far = memory_pair(100, REAL_TIME)
-    assert near.send(bytes(60)) == 60
-    assert near.send(bytes(500)) == 100 - 60 + 2 * HEADER_NBYTES
+    assert write(near, bytes(60)) == 60
+    assert write(near, bytes(500)) == 100 - 60 + 2 * HEADER_NBYTES
     with pytest.raises(BlockingIOError):
-        near.send(bytes(HEADER_NBYTES + 1))
-    assert not near.wait_writable(0.0)
+        write(near, bytes(HEADER_NBYTES + 1))
+    assert not near.wait(0.0, to_write=True)
     take(far)
-    assert near.wait_writable(0.0)
-    assert near.send(bytes(50)) == 50
+    assert near.wait(0.0, to_write=True)
+    assert write(near, bytes(50)) == 50
 
 
 def test_one_large_message_and_any_without_content_always_have_room():
     near, far = memory_pair(10, REAL_TIME)
-    assert near.send(bytes(1000)) == 1000
-    assert near.send(bytes(HEADER_NBYTES)) == HEADER_NBYTES
+    assert write(near, bytes(1000)) == 1000
+    assert write(near, bytes(HEADER_NBYTES)) == HEADER_NBYTES
     assert take(far) == bytes(1000 + HEADER_NBYTES)
 
 
 def test_a_writer_wakes_up_when_there_is_room():
     near, far = memory_pair(10, REAL_TIME)
-    near.send(bytes(100))
-    waiting = Running(near.wait_writable, PATIENCE)
+    write(near, bytes(100))
+    waiting = Running(near.wait, PATIENCE, to_write=True)
     time.sleep(SHORT)
     assert not waiting.done
     take(far)
@@ -141,14 +141,14 @@ def test_a_writer_wakes_up_when_there_is_room():
 def test_a_writer_that_waits_hears_what_comes_beside():
     near, _ = memory_pair(10, REAL_TIME)
     one, other = memory_pair(10, REAL_TIME)
-    near.send(bytes(100))
-    waiting = Running(near.wait_writable, PATIENCE, [other])
+    write(near, bytes(100))
+    waiting = Running(near.wait, PATIENCE, [other], to_write=True)
     time.sleep(SHORT)
     assert not waiting.done
-    one.send(b"x")
+    write(one, b"x")
     assert waiting.result() is False
-    assert not near.wait_writable(PATIENCE, [other])
-    assert near.wait_writable(PATIENCE, [other]) is False
+    assert not near.wait(PATIENCE, [other], to_write=True)
+    assert near.wait(PATIENCE, [other], to_write=True) is False
 
 
 # -- waiting for something to read
@@ -156,18 +156,18 @@ def test_a_writer_that_waits_hears_what_comes_beside():
 
 def test_a_reader_wakes_up_when_something_comes():
     near, far = memory_pair(10, REAL_TIME)
-    assert not far.wait_readable(0.01)
-    waiting = Running(far.wait_readable, PATIENCE)
+    assert not far.wait(0.01)
+    waiting = Running(far.wait, PATIENCE)
     time.sleep(SHORT)
     assert not waiting.done
-    near.send(b"x")
+    write(near, b"x")
     assert waiting.result() is True
 
 
 @pytest.mark.parametrize("end", ["near", "far"])
 def test_a_reader_wakes_up_at_the_end(end):
     near, far = memory_pair(10, REAL_TIME)
-    waiting = Running(far.wait_readable, PATIENCE)
+    waiting = Running(far.wait, PATIENCE)
     time.sleep(SHORT)
     (near if end == "near" else far).shut_down()
     assert waiting.result() is True
@@ -176,9 +176,9 @@ def test_a_reader_wakes_up_at_the_end(end):
 
 def test_threads_that_leave_are_forgotten():
     near, _ = memory_pair(10, REAL_TIME)
-    near.send(bytes(100))
-    assert not near.wait_writable(0.01, [near])
-    assert not near.wait_readable(0.01)
+    write(near, bytes(100))
+    assert not near.wait(0.01, [near], to_write=True)
+    assert not near.wait(0.01)
     pipe = near.outgoing
     assert (pipe.writers, pipe.readers, near.incoming.readers) == ([], [], [])
 
@@ -188,13 +188,13 @@ def test_threads_that_leave_are_forgotten():
 
 def test_what_was_written_before_an_end_is_read():
     near, far = memory_pair(LARGE, REAL_TIME)
-    near.send(b"last words")
+    write(near, b"last words")
     near.shut_down()
     near.shut_down()
     with pytest.raises(BrokenPipeError):
-        near.send(b"x")
+        write(near, b"x")
     with pytest.raises(BrokenPipeError):
-        far.send(b"x")
+        write(far, b"x")
     assert take_all(far) == (b"last words", True)
     assert take_all(far) == (b"", True)
     near.close()
@@ -202,13 +202,13 @@ def test_what_was_written_before_an_end_is_read():
 
 def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
     near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(LATER)))
-    near.send(frame(b"slow"))
+    write(near, frame(b"slow"))
     near.shut_down()
     assert take_all(far) == (b"", False)
-    assert far.wait_readable(PATIENCE)
+    assert far.wait(PATIENCE)
     assert take_all(far) == (frame(b"slow"), True)
     near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
-    near.send(frame(b"lost"))
+    write(near, frame(b"lost"))
     near.abort()
     assert take_all(far) == (b"", True)
     time.sleep(2 * SHORT)
@@ -217,8 +217,8 @@ def test_what_is_on_its_way_at_an_end_arrives_and_at_a_cut_is_lost():
 
 def test_a_cut_leaves_what_is_visible():
     near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([0.0, PATIENCE])))
-    near.send(frame(b"seen"))
-    near.send(frame(b"lost", sequence=1))
+    write(near, frame(b"seen"))
+    write(near, frame(b"lost", sequence=1))
     far.abort()
     assert take_all(far) == (frame(b"seen"), True)
 
@@ -229,32 +229,32 @@ def test_a_cut_leaves_what_is_visible():
 def test_a_message_is_visible_after_its_delay_and_not_before():
     near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(LATER)))
     begin = time.monotonic()
-    near.send(frame(b"slow"))
+    write(near, frame(b"slow"))
     with pytest.raises(BlockingIOError):
         take(far)
-    assert not far.wait_readable(0.01)
-    assert far.wait_readable(PATIENCE)
+    assert not far.wait(0.01)
+    assert far.wait(PATIENCE)
     assert LATER <= time.monotonic() - begin < PATIENCE
     assert take(far) == frame(b"slow")
 
 
 def test_a_sleeper_learns_of_a_message_that_comes_later():
     near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, repeat(SHORT)))
-    waiting = Running(far.wait_readable, PATIENCE)
+    waiting = Running(far.wait, PATIENCE)
     time.sleep(0.01)
-    near.send(frame(b"x"))
+    write(near, frame(b"x"))
     assert waiting.result() is True
 
 
 def test_messages_stay_in_order_and_courtesies_take_no_time_of_their_own():
     near, far = memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, iter([LATER, 0.0])))
-    assert near.send(frame(b"slow") + frame(b"fast", sequence=1)) == len(frame(b"slow"))
-    near.send(frame(b"fast", sequence=1))
-    near.send(frame(channel=Channel.FAREWELL, sequence=2))
+    assert write(near, frame(b"slow") + frame(b"fast", sequence=1)) == len(frame(b"slow"))
+    write(near, frame(b"fast", sequence=1))
+    write(near, frame(channel=Channel.FAREWELL, sequence=2))
     assert take_all(far)[0] == b""
     data = b""
     while len(data) < 3 * HEADER_NBYTES + 8:
-        assert far.wait_readable(PATIENCE)
+        assert far.wait(PATIENCE)
         data += take(far)
     assert data == frame(b"slow") + frame(b"fast", sequence=1) + frame(
         channel=Channel.FAREWELL, sequence=2
@@ -277,7 +277,7 @@ def test_messages_are_counted_however_they_are_cut(payloads, data):
     rest = stream
     while rest:
         piece = rest[: data.draw(st.integers(1, len(rest)))]
-        rest = rest[near.send(piece) :]
+        rest = rest[write(near, piece) :]
     assert take_all(far)[0] == stream
     assert len(counted) == len(payloads)
 
@@ -287,12 +287,12 @@ def test_a_gate_lets_one_message_through_at_a_time_from_all():
     pairs = [memory_pair(LARGE, REAL_TIME, Route(REAL_TIME.now, gate=gate)) for _ in range(2)]
     begin = time.monotonic()
     for near, _ in pairs:
-        near.send(frame(bytes(5000)))
-        near.send(frame(b"second", sequence=1))
+        write(near, frame(bytes(5000)))
+        write(near, frame(b"second", sequence=1))
     got = []
     while len(got) < 4:
         for _, far in pairs:
-            if far.wait_readable(0.001):
+            if far.wait(0.001):
                 message = take(far, 1000)
                 while len(message) > HEADER_NBYTES + 10 and len(message) < 5000 + HEADER_NBYTES:
                     message += take(far, 1000)  # what has begun goes on
@@ -315,7 +315,7 @@ def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(poller):
     near, far = memory_pair(LARGE, REAL_TIME)
     poller.register(near, "key")
     assert poller.poll(0) is None
-    far.send(b"x")
+    write(far, b"x")
     assert [poller.poll(PATIENCE), poller.poll(0)] == ["key", "key"]
     take(near)
     assert poller.poll(0) is None
@@ -326,9 +326,9 @@ def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(poller):
 def test_an_armed_stream_is_told_once(poller):
     near, far = memory_pair(LARGE, REAL_TIME)
     poller.arm(near, "key")
-    far.send(b"x")
+    write(far, b"x")
     assert poller.poll(PATIENCE) == "key"
-    far.send(b"y")
+    write(far, b"y")
     assert poller.poll(0.01) is None
     poller.arm(near, "key")
     assert poller.poll(PATIENCE) == "key"
@@ -338,14 +338,14 @@ def test_streams_are_told_in_turn(poller):
     pairs = [memory_pair(LARGE, REAL_TIME) for _ in range(3)]
     for number, (near, far) in enumerate(pairs):
         poller.register(near, number)
-        far.send(b"x")
+        write(far, b"x")
     assert sorted(poller.poll(0) for _ in range(3)) == [0, 1, 2]
 
 
 def test_what_becomes_visible_later_is_told_then(poller):
     near, far = memory_pair(LARGE, REAL_TIME, back=Route(REAL_TIME.now, repeat(SHORT)))
     poller.register(near, "key")
-    far.send(frame(b"slow"))
+    write(far, frame(b"slow"))
     assert poller.poll(0) is None
     assert poller.poll(PATIENCE) == "key"
 
@@ -353,17 +353,17 @@ def test_what_becomes_visible_later_is_told_then(poller):
 def test_a_stream_that_is_watched_no_more_is_not_told(poller):
     near, far = memory_pair(LARGE, REAL_TIME)
     poller.register(near, "key")
-    far.send(b"x")
+    write(far, b"x")
     poller.unregister(near)
     poller.unregister(near)
-    far.send(b"y")
+    write(far, b"y")
     assert poller.poll(0.01) is None
 
 
 def test_a_sleeping_poll_is_woken_by_a_stream_by_wake_and_by_close(poller):
     near, far = memory_pair(LARGE, REAL_TIME)
     poller.register(near, "key")
-    for action, expected in ((lambda: far.send(b"x"), "key"), (poller.wake, None)):
+    for action, expected in ((lambda: write(far, b"x"), "key"), (poller.wake, None)):
         waiting = Running(poller.poll, PATIENCE)
         time.sleep(SHORT)
         action()
@@ -484,7 +484,7 @@ def test_an_interrupt_anywhere_in_a_write(limit, second_after):
             near.write((data,), counts)
         got, _ = take_all(far)
         assert got == data[: sum(counts)]
-        near.send(b"next")
+        write(near, b"next")
         assert take_all(far)[0] == b"next"
 
     assert every_interrupt(run, second_after=second_after) >= 5
@@ -496,8 +496,8 @@ def test_an_interrupt_anywhere_in_a_read(second_after):
     near, far = memory_pair(100, REAL_TIME)
 
     def run(interrupting):
-        near.send(b"a" * 30)
-        near.send(b"b" * 30)
+        write(near, b"a" * 30)
+        write(near, b"b" * 30)
         counts, buffer = [], bytearray(40)
         with suppress(Interrupt), interrupting:
             far.read(memoryview(buffer), counts)
@@ -509,18 +509,18 @@ def test_an_interrupt_anywhere_in_a_read(second_after):
 
 
 @pytest.mark.fault(37, "an interrupted thread that waits in memory leaves nothing behind")
-@pytest.mark.parametrize("wait", ["wait_readable", "wait_writable"])
-def test_an_interrupt_anywhere_in_a_wait(wait):
+@pytest.mark.parametrize("to_write", [False, True])
+def test_an_interrupt_anywhere_in_a_wait(to_write):
     def run(interrupting):
         near, far = memory_pair(10, REAL_TIME)
-        near.send(bytes(100))
+        write(near, bytes(100))
         end = near
         with suppress(Interrupt), interrupting:
-            getattr(end, wait)(0.01)
+            end.wait(0.01, to_write=to_write)
         assert take_all(far)[0] == bytes(100)
-        far.send(b"x")
-        assert near.wait_readable(PATIENCE)
-        assert near.wait_writable(PATIENCE)
+        write(far, b"x")
+        assert near.wait(PATIENCE)
+        assert near.wait(PATIENCE, to_write=True)
 
     assert every_interrupt(run) >= 5
 

@@ -7,9 +7,9 @@ import pytest
 
 from connected import socket_pair
 from rankwire.clock import REAL_TIME
+from rankwire.transports import stream_of
 from rankwire.transports.poller import EpollPoller
 from rankwire.transports.spin import Spin
-from rankwire.transports.stream import SocketStream
 from rankwire.wire.ring import READ, RING_NBYTES, WRITTEN, RingReader
 from worlds import PATIENCE
 
@@ -23,12 +23,12 @@ def poller():
 
 @pytest.fixture
 def streams(sockets):
-    return [SocketStream(sock) for sock in sockets]
+    return [stream_of(sock) for sock in sockets]
 
 
 @pytest.fixture
 def two_pairs(transport, cleanup):
-    pairs = [[SocketStream(sock) for sock in socket_pair(transport)] for _ in range(2)]
+    pairs = [[stream_of(sock) for sock in socket_pair(transport)] for _ in range(2)]
     for pair in pairs:
         for stream in pair:
             cleanup.callback(stream.close)
@@ -142,11 +142,12 @@ def test_a_stream_that_always_has_input_does_not_keep_others_from_their_turn(
     assert polls.count(None) == 1
 
 
+@pytest.mark.parametrize("transport", ["unix"], indirect=True)
 def test_a_ring_that_always_has_records_does_not_keep_others_from_their_turn(poller, two_pairs):
     spin = Spin(PATIENCE, REAL_TIME)
     (busy, its_peer), (near, far) = two_pairs
     for stream in (busy, near):
-        stream.ring = RingReader(memoryview(bytearray(RING_NBYTES)))
+        stream.read_ring(RingReader(memoryview(bytearray(RING_NBYTES))))
     poller.register(busy, "busy")
     poller.register(near, "other")
     its_peer.send(b"x")

@@ -5,8 +5,9 @@ import socket
 import pytest
 
 from rankwire.errors import ConfigurationError
+from rankwire.transports import stream_of
 from rankwire.transports.security import Tls, choose_policy
-from rankwire.transports.sockets import TcpAddress
+from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.seals import Protection
 
 LOOPBACK = [TcpAddress("127.0.0.1", 1), TcpAddress("::1", 1), TcpAddress("localhost", 1)]
@@ -14,32 +15,32 @@ ELSEWHERE = [TcpAddress("10.0.0.1", 1), TcpAddress("0.0.0.0", 1), TcpAddress("so
 
 
 class Sock:
-    """The addresses of a connection."""
+    """A connected socket, as far as its addresses go."""
 
     def __init__(self, here, there, family=socket.AF_INET):
         self.family = family
-        self._here, self._there = here, there
+        self.getsockname, self.getpeername = lambda: (here, 1), lambda: (there, 2)
+        self.fileno = lambda: -1
+        self.close = self.recv_into = self.send = None
 
-    def getsockname(self):
-        return (self._here, 1)
 
-    def getpeername(self):
-        return (self._there, 2)
+def stream(here, there, family=socket.AF_INET):
+    return stream_of(Sock(here, there, family))
 
 
 WITHIN = [
-    Sock("127.0.0.1", "127.0.0.1"),
-    Sock("127.0.0.1", "127.3.2.1"),
-    Sock("::1", "::1", socket.AF_INET6),
-    Sock("::ffff:127.0.0.1", "::ffff:127.0.0.1", socket.AF_INET6),
+    stream("127.0.0.1", "127.0.0.1"),
+    stream("127.0.0.1", "127.3.2.1"),
+    stream("::1", "::1", socket.AF_INET6),
+    stream("::ffff:127.0.0.1", "::ffff:127.0.0.1", socket.AF_INET6),
 ]
 BETWEEN = [
-    Sock("10.0.0.1", "10.0.0.2"),
-    Sock("10.0.0.1", "10.0.0.1"),
-    Sock("127.0.0.1", "10.0.0.2"),
-    Sock("10.0.0.1", "127.0.0.1"),
-    Sock("::ffff:10.0.0.1", "::ffff:127.0.0.1", socket.AF_INET6),
-    Sock("fe80::1%eth0", "fe80::2%eth0", socket.AF_INET6),
+    stream("10.0.0.1", "10.0.0.2"),
+    stream("10.0.0.1", "10.0.0.1"),
+    stream("127.0.0.1", "10.0.0.2"),
+    stream("10.0.0.1", "127.0.0.1"),
+    stream("::ffff:10.0.0.1", "::ffff:127.0.0.1", socket.AF_INET6),
+    stream("fe80::1%eth0", "fe80::2%eth0", socket.AF_INET6),
 ]
 SEALED = Protection.SEALED
 
@@ -73,7 +74,7 @@ def test_spelled_out_auth_seals_loopback_too():
 
 
 def test_unix_sockets_are_never_sealed():
-    sock = Sock("", "", socket.AF_UNIX)
+    sock = stream("", "", socket.AF_UNIX)
     for security in ("auto", "auth", "local"):
         assert choose_policy(security, LOOPBACK[0]).protection_of(sock) == Protection.NONE
 

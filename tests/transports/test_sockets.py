@@ -20,20 +20,18 @@ from rankwire.errors import (
     PeerLostError,
     ResourceError,
 )
-from rankwire.transports import sockets
-from rankwire.transports.sockets import (
+from rankwire.transports import sockets, stream_of
+from rankwire.transports.byte_stream import wait_for
+from rankwire.transports.sockets import wait_patiently
+from rankwire.transports.tcp_stream import (
     TcpAddress,
     connect_tcp,
-    connect_unix,
     expect_prompt_reading,
     listen_tcp,
-    listen_unix,
     start_listening,
-    tune,
-    unix_peer,
-    wait_for,
-    wait_patiently,
+    tune_tcp,
 )
+from rankwire.transports.unix_stream import connect_unix, listen_unix, tune_unix, unix_peer
 from real_time import Deadline
 from worlds import PATIENCE
 
@@ -103,7 +101,7 @@ def test_loopback_is_what_only_this_host_can_reach(host, loopback):
 
 def test_a_tcp_connection_has_no_delay_and_notices_a_vanished_host(cleanup):
     sock = cleanup.enter_context(socket.socket())
-    tune(sock)
+    tune_tcp(sock)
     assert sock.getblocking() is False
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -113,7 +111,7 @@ def test_a_tcp_connection_has_no_delay_and_notices_a_vanished_host(cleanup):
     )
     assert idle + interval * probes <= 5
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0, "a peer may be busy"
-    expect_prompt_reading(sock)
+    expect_prompt_reading(stream_of(sock))
     assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 5000
 
 
@@ -121,7 +119,7 @@ def test_a_unix_connection_is_non_blocking_and_has_room_for_a_burst(cleanup):
     sock, other = socket.socketpair()
     cleanup.enter_context(sock)
     cleanup.enter_context(other)
-    tune(sock)
+    tune_unix(sock)
     assert sock.getblocking() is False
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 1 << 17
 
@@ -251,7 +249,7 @@ def test_a_socket_that_has_connected_to_itself_has_reached_nobody():
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     with pytest.raises(NoConnectionError, match="nobody listens"):
-        sockets._connect(sock, sock.getsockname(), "itself", Deadline(PATIENCE), lambda: None)
+        sockets.connect(sock, sock.getsockname(), "itself", Deadline(PATIENCE), lambda: None)
     assert sock.fileno() == -1, "and it is closed"
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
+from rankwire.transports.byte_stream import look_at
 from rankwire.transports.spin import Spin, share_cores
 
 
@@ -92,7 +93,7 @@ def test_data_that_comes_while_polling_restores_the_whole_budget(hands):
     near, far = socket.socketpair()
     with near, far:
         far.send(b"x")
-        assert spin.finds_input(near.fileno())
+        assert spin.finds(*look_at(near.fileno()))
     assert spin.budget == 100e-6
 
 
@@ -115,8 +116,8 @@ def test_who_shares_cores_lets_others_run_between_two_looks(monkeypatch):
                 far.send(b"x")
 
         monkeypatch.setattr(runtime, "sched_yield", run_another)
-        assert Spin(10.0, REAL_TIME, yields=True).finds_input(near.fileno())
-        assert Spin(10.0, REAL_TIME).finds_input(near.fileno())
+        assert Spin(10.0, REAL_TIME, yields=True).finds(*look_at(near.fileno()))
+        assert Spin(10.0, REAL_TIME).finds(*look_at(near.fileno()))
     assert len(yielded) == 3
 
 

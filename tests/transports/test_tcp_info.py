@@ -10,14 +10,15 @@ import time
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.transports.stream import SocketStream, Unanswered
+from rankwire.transports import stream_of
+from rankwire.transports.tcp_stream import Unanswered
 from real_time import Deadline
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
 def test_bytes_that_the_other_end_has_not_taken_are_counted(sockets):
     near, far = sockets
-    stream = SocketStream(near)
+    stream = stream_of(near)
     assert stream.unsent_nbytes() == 0
     sent = 0
     while True:
@@ -38,8 +39,8 @@ def test_bytes_that_the_other_end_has_not_taken_are_counted(sockets):
 def test_a_closed_socket_has_nothing_to_tell():
     sock = socket.socket()
     sock.close()
-    assert SocketStream(sock).unsent_nbytes() == 0
-    assert Unanswered(REAL_TIME).look(SocketStream(sock)) is None
+    assert stream_of(sock).unsent_nbytes() == 0
+    assert Unanswered(REAL_TIME).look(stream_of(sock)) is None
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
@@ -49,11 +50,11 @@ def test_an_idle_connection_is_not_unanswered_and_neither_is_the_first_message_a
     near.send(b"x")
     assert far.recv(1) == b"x"
     for _ in range(3):
-        assert looker.look(SocketStream(near)) is None
+        assert looker.look(stream_of(near)) is None
         time.sleep(0.3)
     near.send(b"after a pause")
     time.sleep(0.1)
-    assert looker.look(SocketStream(near)) is None
+    assert looker.look(stream_of(near)) is None
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)
@@ -68,7 +69,7 @@ def test_a_peer_that_does_not_read_is_not_unanswered(sockets):
             near.send(bytes(65536))
         except BlockingIOError:
             time.sleep(0.05)
-        silence = looker.look(SocketStream(near))
+        silence = looker.look(stream_of(near))
         longest = max(longest, 0.0 if silence is None else silence.waited)
     assert longest < 2.5
 
@@ -77,4 +78,4 @@ def test_a_peer_that_does_not_read_is_not_unanswered(sockets):
 def test_unix_sockets_need_no_answer(sockets):
     near, _ = sockets
     near.send(b"x")
-    assert Unanswered(REAL_TIME).look(SocketStream(near)) is None
+    assert Unanswered(REAL_TIME).look(stream_of(near)) is None

@@ -39,8 +39,8 @@ from rankwire.rendezvous.schedulers import (
     read_integer,
 )
 from rankwire.rendezvous.secret import ask_for_secret
-from rankwire.transports.listening import ListeningPlace
 from rankwire.transports.security import Tls, files_of
+from rankwire.transports.tcp_stream import ListeningPlace
 from rankwire.wire.keys import RankKey
 
 _log = logging.getLogger("rankwire")

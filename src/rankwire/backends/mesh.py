@@ -46,8 +46,7 @@ from rankwire.mesh.transport import NEW_GROUP
 from rankwire.observe.blame import Losses, describe_failure
 from rankwire.observe.stacks import methods_entered, places
 from rankwire.observe.status import PeerStatus
-from rankwire.transports.bells import Bell, PollBell
-from rankwire.transports.poller import Poller
+from rankwire.transports.poller import Poller, PollWaiter, Waiter
 from rankwire.transports.spin import Spin
 from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
@@ -56,7 +55,7 @@ from rankwire.wire.receive import Destination, Receive
 from rankwire.wire.seals import Seals
 
 if TYPE_CHECKING:
-    from rankwire.transports.stream import Stream
+    from rankwire.transports.byte_stream import ByteStream
 
 _FAREWELL_PATIENCE = 0.2
 _LOOK_EVERY = 0.05  # of a thread that waits where it sees no message
@@ -116,7 +115,7 @@ class Mesh(Backend):
     @abstractmethod
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[runtime.Socket | Stream, Seals | None]:
+    ) -> tuple[runtime.Socket | ByteStream, Seals | None]:
         """Return a stream to a peer that has let it in, and what its frames are sealed with.
 
         Raises:
@@ -207,18 +206,18 @@ class Mesh(Backend):
         """Return the next message under an envelope from one of several ranks."""
         inboxes = [self._peers[src].inbox for src in sources]
         return FirstReceive(
-            inboxes, envelope, nbytes, self.new_bell, self._successor_of, self.lookout
+            inboxes, envelope, nbytes, self.new_waiter, self._successor_of, self.lookout
         )
 
     def _successor_of(self, inbox: Inbox) -> Inbox:
         """Return the inbox of the rank that another one was of: the same unless it is back."""
         return self._peers[inbox.peer].inbox
 
-    def new_bell(self) -> Bell:
+    def new_waiter(self) -> Waiter:
         """Return what a thread sleeps by that waits for several streams."""
         if self._looking is None:
             self._looking = self.new_spin()
-        return PollBell(self._looking)
+        return PollWaiter(self._looking)
 
     def new_spin(self) -> Spin:
         """Return how a thread looks before it sleeps."""
@@ -377,7 +376,7 @@ class Mesh(Backend):
     def _wrap(
         self,
         peer: Peer,
-        stream: runtime.Socket | Stream,
+        stream: runtime.Socket | ByteStream,
         seals: Seals | None,
         *,
         incoming: bool = False,
@@ -421,7 +420,7 @@ class Mesh(Backend):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, stream: runtime.Socket | Stream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, stream: runtime.Socket | ByteStream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         if hello.purpose is Purpose.INQUIRY:
             waits = hello.rank in self.blocked_on()

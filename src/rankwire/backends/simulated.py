@@ -43,8 +43,7 @@ from rankwire.mesh.call_port import MeshCallPort
 from rankwire.mesh.peers import Peer
 from rankwire.mesh.roll_client import RollClient
 from rankwire.observe.stacks import places
-from rankwire.transports.memory_poller import MemoryBell, MemoryPoller
-from rankwire.transports.memory_stream import MemoryStream
+from rankwire.transports.memory_stream import MemoryPoller, MemoryStream, MemoryWaiter
 from rankwire.wire.control_messages import AgentSays, Fallen, Member
 from rankwire.wire.frames import (
     DEFAULT_MAX_MESSAGE_NBYTES,
@@ -258,9 +257,9 @@ class SimulatedBackend(Mesh):
         """Return a poller of streams in memory."""
         return MemoryPoller(self.clock)
 
-    def new_bell(self) -> MemoryBell:
+    def new_waiter(self) -> MemoryWaiter:
         """Return what wakes a thread that sleeps at streams in memory."""
-        return MemoryBell(self.clock)
+        return MemoryWaiter(self.clock)
 
     def flush_when_possible(self, connection: Connection) -> None:
         """Have whoever reads at the other end send what a connection holds back."""

@@ -30,7 +30,7 @@ from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.roll import Roll
 from rankwire.transports.memory_stream import MemoryStream, memory_pair
-from rankwire.transports.route import Gate, Route
+from rankwire.transports.pipe import Gate, Route
 from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.notices import Notice, sanitize

@@ -44,13 +44,14 @@ from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.rendezvous.secret import given_secret
 from rankwire.shutdown import close_at_exit
 from rankwire.texts import name_ranks
-from rankwire.transports.listening import ListeningPlace
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.poller import EpollPoller
 from rankwire.transports.security import Integrity, Security, Tls, choose_policy
 from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.shared_segment import SharedSegment
-from rankwire.transports.sockets import AnySocket, Socket, TcpAddress
+from rankwire.transports.sockets import Socket
 from rankwire.transports.spin import DEFAULT_SPIN, share_cores
+from rankwire.transports.tcp_stream import ListeningPlace, TcpAddress
 from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     SHORTEST_FAIL_AFTER,
@@ -298,7 +299,7 @@ class TcpBackend(Mesh):
 
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[AnySocket, Seals | None]:
+    ) -> tuple[ByteStream, Seals | None]:
         """Return a connection to a peer that has let it in, and what its frames are sealed with."""
         return self._dialling.open_stream(peer, purpose, service, deadline)
 

@@ -33,7 +33,7 @@ from rankwire.rendezvous.reachability import allow_files
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
 from rankwire.transports.security import Policy, choose_policy, files_of
-from rankwire.transports.sockets import TcpAddress
+from rankwire.transports.tcp_stream import TcpAddress
 
 _SECRET_NBYTES = 32
 _LOOPBACKS = ("127.0.0.1:0", "[::1]:0")

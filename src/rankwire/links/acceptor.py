@@ -12,9 +12,7 @@ things at regular times. All state belongs to the thread.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -25,8 +23,9 @@ from rankwire.deadline import Deadline
 from rankwire.errors import AuthenticationError
 from rankwire.links.dialer import HANDSHAKE_LIMIT
 from rankwire.links.event_thread import EventThread
+from rankwire.transports import listener_of
+from rankwire.transports.byte_stream import ByteStream, Listener
 from rankwire.transports.security import UNPROTECTED, Policy
-from rankwire.transports.sockets import AnySocket, tune, unix_peer
 from rankwire.wire.handshake import (
     HELLO_NBYTES,
     NONCE_NBYTES,
@@ -62,7 +61,7 @@ class House(Protocol):
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer: the status, and a number for the text of a refusal."""
 
-    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, stream: ByteStream, seals: Seals | None) -> None:
         """Take a connection whose peer was welcomed, and the seals of its frames."""
 
 
@@ -93,36 +92,39 @@ class Acceptor(EventThread):
         self._house = house
         self._key = key
         self._policy = policy
-        self._listeners: list[runtime.Socket] = []
+        self._listeners: list[Listener] = []
         # In the order in which they came, each with the end of its time.
         self._strangers: dict[_Stranger, Deadline] = {}
         super().__init__("rankwire-acceptor", clock)
 
-    def listen(self, listener: runtime.Socket) -> None:
-        """Accept on this socket too; owned from now on. Before ``start``."""
-        listener.setblocking(False)
+    def listen(self, listener: runtime.Socket | Listener) -> None:
+        """Accept at this listener too; owned from now on. Before ``start``."""
+        listener = listener_of(listener)
         self._listeners.append(listener)
         self._register(listener, runtime.EVENT_READ, partial(self._accept, listener))
 
     def _let_go(self) -> None:
-        for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers)):
-            sock.close()
+        for listener in self._listeners:
+            listener.close()
+        for stranger in self._strangers:
+            stranger.stream.close()
         self._strangers.clear()
 
     # -- accepting ---------------------------------------------------------------------------------
 
-    def _accept(self, listener: runtime.Socket) -> None:
+    def _accept(self, listener: Listener) -> None:
         for _ in range(_ACCEPTS_A_ROUND):  # a flood must not keep handshakes from going on
             try:
-                sock, _ = listener.accept()
+                stream = listener.accept()
             except BlockingIOError:
                 return
+            except ConnectionError as error:  # that one hung up, or must not connect
+                _log.debug("dropped a connection: %s", error)
+                continue
             except OSError as error:
-                if error.errno == errno.ECONNABORTED:
-                    continue  # that one hung up before it was accepted
                 self._pause_accepting(error)
                 return
-            self._receive_stranger(sock)
+            self._receive_stranger(stream)
 
     def _pause_accepting(self, error: OSError) -> None:
         _log.warning("cannot accept connections for a moment: %s", error.strerror)
@@ -135,22 +137,18 @@ class Acceptor(EventThread):
         for listener in self._listeners:
             self._register(listener, runtime.EVENT_READ, partial(self._accept, listener))
 
-    def _receive_stranger(self, sock: runtime.Socket) -> None:
-        try:
-            tune(sock)
-            foreign = sock.family == runtime.AF_UNIX and unix_peer(sock)[1] != os.geteuid()
-        except OSError:
-            foreign = True  # it is gone already
-        if foreign:
-            sock.close()
-            return
+    def _receive_stranger(self, stream: ByteStream) -> None:
         while len(self._strangers) >= self.room:
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
-        stranger = _Stranger(self._policy.accept(sock), self._key)
+        try:
+            stranger = _Stranger(self._policy.accept(stream), self._key)
+        except OSError:  # it is gone already
+            stream.close()
+            return
         if not self._strangers:
             self.call_every(_SWEEP_EVERY, self._sweep)
         self._strangers[stranger] = Deadline(HANDSHAKE_LIMIT, self.clock)
-        self._register(stranger.sock, runtime.EVENT_READ, partial(self._advance, stranger))
+        self._register(stranger.stream, runtime.EVENT_READ, partial(self._advance, stranger))
 
     def _sweep(self) -> None:
         """Drop the connections whose time is over.
@@ -173,7 +171,7 @@ class Acceptor(EventThread):
             if not stranger.greeted:
                 stranger.greeted = True
                 stranger.wanted = PROOF_NBYTES
-                stranger.sock.sendall(stranger.responder.challenge(message))
+                stranger.stream.send_all(stranger.responder.challenge(message))
             else:
                 self._judge(stranger, self._verify(stranger, message))
         except OSError as error:  # our own errors of this kind included
@@ -186,48 +184,48 @@ class Acceptor(EventThread):
         try:
             return stranger.responder.verify(proof)
         except AuthenticationError:
-            stranger.sock.sendall(stranger.responder.refusal())
+            stranger.stream.send_all(stranger.responder.refusal())
             raise
 
     def _judge(self, stranger: _Stranger, hello: Hello) -> None:
-        demanded = self._policy.protection_of(stranger.sock)
+        demanded = self._policy.protection_of(stranger.stream)
         if demanded & ~hello.protection:
             status, detail = Status.TOO_LITTLE_PROTECTION, int(demanded)
-        elif objection := self._policy.objection_to(stranger.sock, hello.dialler):
+        elif objection := self._policy.objection_to(stranger.stream, hello.dialler):
             status, detail = Status.WRONG_CERTIFICATE, 0
             _log.warning("refused a connection as rank %d: %s", hello.rank, objection)
         else:
             status, detail = self._house.admit(hello)
-        stranger.sock.sendall(stranger.responder.verdict(status, detail))
+        stranger.stream.send_all(stranger.responder.verdict(status, detail))
         if status is not Status.WELCOME:
             self._drop(stranger, f"rank {hello.rank}: {status.name}")
             return
         self._release(stranger)
         # After the verdict, but before this thread hears anything else: a peer that is welcome,
         # sends and leaves is still heard.
-        self._house.enter(hello, stranger.sock, stranger.responder.seals())
+        self._house.enter(hello, stranger.stream, stranger.responder.seals())
 
     def _drop(self, stranger: _Stranger, reason: str) -> None:
         _log.debug("dropped a connection: %s", reason)
         if stranger in self._strangers:
             self._release(stranger)
-            stranger.sock.close()
+            stranger.stream.close()
 
     def _release(self, stranger: _Stranger) -> None:
         """End what this thread does for a stranger; its socket stays open."""
         del self._strangers[stranger]
         if not self._strangers:
             self.call_no_more(self._sweep)
-        self._selector.unregister(stranger.sock)
+        self._selector.unregister(stranger.stream)
 
 
 class _Stranger:
     """A connection in its handshake: which message it owes and what has come of it."""
 
-    def __init__(self, sock: AnySocket, key: Key) -> None:
-        self.sock = sock
+    def __init__(self, stream: ByteStream, key: Key) -> None:
+        self.stream = stream
         self.responder = Responder(
-            key=key, nonce=runtime.token_bytes(NONCE_NBYTES), binding=getattr(sock, "binding", b"")
+            key=key, nonce=runtime.token_bytes(NONCE_NBYTES), binding=stream.binding
         )
         self.greeted = False
         self.wanted = HELLO_NBYTES
@@ -235,10 +233,10 @@ class _Stranger:
 
     def receive(self) -> bytes | None:
         """Return the message it owes once it is whole. Reads not one byte more."""
-        if not isinstance(self.sock, runtime.Socket) and not self.sock.shake_hands():
+        if not self.stream.shake_hands():
             return None
         try:
-            piece = self.sock.recv(self.wanted - len(self._received))
+            piece = self.stream.receive(self.wanted - len(self._received))
         except BlockingIOError:
             return None
         if not piece:

@@ -38,9 +38,12 @@ from rankwire.links.lender import Lent, Meanwhile
 from rankwire.links.memory import allocate, probe
 from rankwire.links.outbox import Outbox
 from rankwire.links.send_handle import offer
-from rankwire.transports.shared_memory import CAN_SHARE, SharedMemory, open_shared
+from rankwire.transports import stream_of
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.spin import Spin
-from rankwire.transports.stream import Stream, Unanswered, Watched, stream_of
+from rankwire.transports.tcp_stream import Unanswered
+from rankwire.transports.unix_stream import UnixStream
 from rankwire.wire.frames import (
     HEADER_NBYTES,
     SEAL_NBYTES,
@@ -52,7 +55,7 @@ from rankwire.wire.loans import Loan
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import FAREWELL, ConnectionState, Protocol, StreamEvent, left
 from rankwire.wire.receive import Destination
-from rankwire.wire.ring import RING_NBYTES, RingReader, RingWriter
+from rankwire.wire.ring import RING_NBYTES
 from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
@@ -61,7 +64,6 @@ _PEEK_NBYTES = 1 << 16
 _FIRST_SLEEP, _LONGEST_SLEEP = 1e-3, 0.1
 # Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
 # what has arrived, also if that is large.
-_RING_SIZES = range(RING_NBYTES, RING_NBYTES + 1)
 _LAST_READS = 256
 
 
@@ -104,7 +106,7 @@ class Connection:
 
     def __init__(
         self,
-        sock: runtime.Socket | Stream,
+        sock: runtime.Socket | ByteStream,
         *,
         peer: int,
         max_nbytes: int,
@@ -125,7 +127,6 @@ class Connection:
         # What reads it once it is known to be in use, if that is one read of a bare socket.
         self._recv_into: Callable[[memoryview], int] | None = None
         self._may_share = single_copy and seals is None
-        self._shared: SharedMemory | None = None
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
@@ -140,7 +141,7 @@ class Connection:
         self._protocol = Protocol(
             peer=peer,
             incoming=incoming,
-            is_local=stream.transport == "unix",
+            is_local=isinstance(stream, UnixStream),
             cannot_borrow=cannot_borrow,
             max_nbytes=max_nbytes,
         )
@@ -265,35 +266,35 @@ class Connection:
         Args:
             is_read: Whether much will be read here; then a ring is offered first.
         """
-        if self.transport == "unix":
+        if isinstance(self.stream, UnixStream):
             if is_read and self._may_offer:
-                self._offer_ring()
+                self._offer_ring(self.stream)
             self.send(*self._protocol.introduction(), AT_ONCE)
             self._take_offer()
 
-    def _offer_ring(self) -> None:
-        """Let the peer write through memory, while somebody looks there."""
+    def _offer_ring(self, stream: UnixStream) -> None:
+        """Let the peer write through memory, while this end polls it."""
         try:
-            self._shared = SharedMemory(RING_NBYTES)
+            offer = stream.offer_ring()
         except OSError as error:
             _log.debug("there is no memory for a ring from rank %d: %s", self.peer, error)
             return
-        self.stream.ring = self._parser.ring = RingReader(self._shared.view)
-        self.send(*self._protocol.offering(self._shared.offer), AT_ONCE)
+        self._parser.ring = stream.ring
+        self.send(*self._protocol.offering(offer), AT_ONCE)
 
     def _take_offer(self) -> None:
         """Write through the memory that the peer has offered, if it has and it can be opened.
 
-        Not before this end has introduced itself: who has dialled may still give up unheard.
+        Not before this end has introduced itself: a peer that dialled may still give up.
         """
-        offer = self._protocol.ring_offer
+        offer, stream = self._protocol.ring_offer, self.stream
         if offer is None or not self._may_share or not self._writer.frames_sent:
             return
         self._protocol.ring_offer = None
-        if self._writer.ring is not None:
+        if self._writer.ring is not None or not isinstance(stream, UnixStream):
             return
         try:
-            ring = RingWriter(open_shared(self.stream.peer_pid(), offer, _RING_SIZES))
+            ring = stream.open_ring(offer)
             self._writer.send(*self._protocol.acceptance(), AT_ONCE)
             self._writer.ring = ring
         except (OSError, ValueError, RankwireError) as error:
@@ -320,7 +321,7 @@ class Connection:
         """The frames that have been read and that nobody has taken."""
         return self._parser.state[0]
 
-    def receive(self, deadline: Deadline, beside: Sequence[Watched] | None = ()) -> deque[Frame]:
+    def receive(self, deadline: Deadline, beside: Sequence[ByteStream] | None = ()) -> deque[Frame]:
         """Return the next frames; none at the deadline, or when it has been silent for a while.
 
         One reader at a time; takes and raises as ``receive_ready`` does.
@@ -335,12 +336,7 @@ class Connection:
         was_woken = False
         while late_reads < _LAST_READS:
             if deadline.limit > 0.0 and not self._parser.state[0] and not was_woken:
-                stream = self.stream
-                ring = stream.ring
-                if ring is None:
-                    self._spin.finds_input(stream.fileno())
-                else:
-                    self._spin.finds_record(ring, stream.fileno())
+                self._spin.finds(*self.stream.look)
             frames = self.receive_ready()
             if frames:
                 return frames
@@ -350,7 +346,7 @@ class Connection:
                 was_woken = False
                 continue
             # Now and then the reader looks up: what it waits for may have ended in another way.
-            if patience <= 0.0 or not self.stream.wait_readable(patience, beside or ()):
+            if patience <= 0.0 or not self.stream.wait(patience, beside or ()):
                 break
             was_woken = True
         return self._parser.state[0]
@@ -388,18 +384,14 @@ class Connection:
         return parser.state[0]
 
     def _take_in_otherwise(self) -> None:
-        """Take in the first that comes, or what comes over a stream that is no bare socket."""
+        """Take in the first that comes, a large payload, or what has no fast path."""
         parser, stream = self._parser, self.stream
-        if stream.read is None:
-            self._take_further(parser.take_in(stream.recv_into))
-        elif parser.violation is not None:
+        if parser.violation is not None:
             raise parser.violation.copy()
-        else:
-            self._take_further(False if parser.read_by(stream.read) else None)
-        if stream.recv_pending is not None:
-            self._read_pending(stream.recv_pending)
-        elif stream.read is None:
-            self._recv_into = stream.recv_into
+        self._take_further(False if parser.read_by(stream.read) else None)
+        if stream.has_pending:
+            self._read_pending()
+        self._recv_into = stream.recv_into
 
     def _take_further(self, is_whole: bool | None) -> None:
         """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
@@ -449,14 +441,12 @@ class Connection:
             self._take_special(state[0])
         self._parser.commit(state)
 
-    def _read_pending(self, recv_pending: Callable[[memoryview], int]) -> None:
-        """Read all that TLS has taken from the socket, which a poller would not see there."""
-        while True:
+    def _read_pending(self) -> None:
+        """Read what the stream has taken from its socket, which a poller would not see there."""
+        while self.stream.has_pending:
             try:
-                self._parser.read(recv_pending)
+                self._parser.read_by(self.stream.read)
                 self._parse()
-            except BlockingIOError:
-                return
             except ProtocolError as error:
                 if not self._parser.frames:
                     raise
@@ -473,8 +463,8 @@ class Connection:
         frames.clear()
         frames.extend(messages)
         self._take_offer()
-        if self._protocol.has_ring and self._shared is not None:
-            self._shared.close()
+        if self._protocol.has_ring and isinstance(self.stream, UnixStream):
+            self.stream.ring_is_open()
         if self._protocol.state is ConnectionState.LEFT:
             self._writer.failure = self.failure = self.failure or left(self.peer)
         if self._parser.violation is not None:
@@ -498,7 +488,7 @@ class Connection:
         while self.can_lend is None and self.failure is None:
             if self.read_ready() is None and self.can_lend is None:
                 patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
-                if not self.stream.wait_readable(patience):
+                if not self.stream.wait(patience):
                     check()
                     if deadline.expired:
                         raise DeadlineExceededError(deadline.limit, waiting_for=[self.peer])
@@ -611,11 +601,9 @@ class Connection:
         self._lent.append(lent)
 
     def _drop_rings(self) -> None:
-        """Let go of shared memory; it is gone with the last who still looks at it."""
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = self.stream.ring = self._parser.ring = None
-        self._writer.ring = None
+        if isinstance(self.stream, UnixStream):
+            self.stream.drop_ring()
+        self._parser.ring = self._writer.ring = None
 
     def close_in_child(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""

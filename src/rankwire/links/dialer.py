@@ -17,8 +17,10 @@ from rankwire.errors import (
     NoConnectionError,
     RankwireError,
 )
+from rankwire.transports import stream_of
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import UNPROTECTED, Policy
-from rankwire.transports.sockets import AnySocket, wait_patiently
+from rankwire.transports.sockets import wait_patiently
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
     NONCE_NBYTES,
@@ -33,14 +35,14 @@ _TLS_ALERT = b"\x15\x03"  # how a listener inside TLS answers what is not TLS
 
 
 def authenticate(
-    sock: runtime.Socket,
+    sock: runtime.Socket | ByteStream,
     hello: Hello,
     *,
     key: bytes,
     deadline: Deadline,
     check: Callable[[], None] = lambda: None,
     policy: Policy = UNPROTECTED,
-) -> tuple[AnySocket, Seals | None]:
+) -> tuple[ByteStream, Seals | None]:
     """Prove to the other end that this one has the key, and have it prove the same.
 
     Args:
@@ -52,7 +54,7 @@ def authenticate(
         policy: How the connection is protected.
 
     Returns:
-        What to go on with: the socket, or TLS around it; and the seals of the frames, if they are
+        The stream, inside TLS if the policy wants it; and the seals of the frames, if they are
         sealed.
 
     Raises:
@@ -62,17 +64,17 @@ def authenticate(
             (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
-    stream = policy.dial(sock, deadline, check)
+    stream = policy.dial(stream_of(sock), deadline, check)
     if objection := policy.objection_to(stream, hello.listener):
         raise AuthenticationError(f"the other end is somebody else: {objection}")
     initiator = Initiator(
-        replace(hello, protection=policy.protection_of(sock)),
+        replace(hello, protection=policy.protection_of(stream)),
         key=key,
         nonce=runtime.token_bytes(NONCE_NBYTES),
-        binding=getattr(stream, "binding", b""),
+        binding=stream.binding,
     )
     try:
-        stream.sendall(initiator.hello())
+        stream.send_all(initiator.hello())
         challenge = _receive(stream, CHALLENGE_NBYTES, deadline, check)
         if challenge[:2] == _TLS_ALERT:
             raise AuthenticationError(
@@ -80,7 +82,7 @@ def authenticate(
             )
         if len(challenge) < CHALLENGE_NBYTES:
             raise NoConnectionError("the other end closed the connection before the handshake")
-        stream.sendall(initiator.proof(challenge))
+        stream.send_all(initiator.proof(challenge))
         verdict = _receive(stream, VERDICT_NBYTES, deadline, check)
     except RankwireError:
         raise  # some of ours are also OSErrors
@@ -92,14 +94,16 @@ def authenticate(
     return stream, initiator.seals()
 
 
-def _receive(sock: AnySocket, nbytes: int, deadline: Deadline, check: Callable[[], None]) -> bytes:
+def _receive(
+    stream: ByteStream, nbytes: int, deadline: Deadline, check: Callable[[], None]
+) -> bytes:
     """Return exactly ``nbytes``, or less at the end of the stream."""
     data = b""
     while len(data) < nbytes:
         try:
-            piece = sock.recv(nbytes - len(data))
+            piece = stream.receive(nbytes - len(data))
         except BlockingIOError:
-            if not wait_patiently(sock, runtime.POLLIN, deadline, check):
+            if not wait_patiently(stream, runtime.POLLIN, deadline, check):
                 raise DeadlineExceededError(
                     deadline.limit, detail="no answer in the handshake"
                 ) from None

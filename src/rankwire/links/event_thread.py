@@ -16,7 +16,7 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
-from rankwire.transports.sockets import AnySocket
+from rankwire.transports.byte_stream import Pollable
 from rankwire.transports.wakeup import Wakeup
 from rankwire.wire.frames import Frame
 
@@ -114,13 +114,11 @@ class EventThread:
 
         self.call_soon(begin)
 
-    def _register(
-        self, file: AnySocket | Connection, events: int, action: Callable[[], None]
-    ) -> None:
+    def _register(self, file: Pollable, events: int, action: Callable[[], None]) -> None:
         self.unwatch(file)  # one with its number, that was closed elsewhere
         self._selector.register(file, events, action)
 
-    def unwatch(self, file: AnySocket | Connection) -> None:
+    def unwatch(self, file: Pollable) -> None:
         """Stop reading a control connection."""
         number = file.fileno()
         if number >= 0 and number in self._selector.get_map():

@@ -28,8 +28,8 @@ from rankwire.links.inbox import ALONE, Inbox
 from rankwire.links.lender import Meanwhile
 from rankwire.links.receive_handle import ReceiveHandle
 from rankwire.override import override
-from rankwire.transports.bells import Bell
-from rankwire.transports.stream import Watched
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.poller import Waiter
 from rankwire.wire.frames import Envelope, Payload
 from rankwire.wire.receive import PostedReceive, Receive
 
@@ -43,7 +43,7 @@ class FirstReceive(ReceiveHandle):
         inboxes: Where it may come, in the order in which they are looked at.
         envelope: The one it must have.
         nbytes: The size it must have, if that is fixed.
-        new_bell: Makes what the thread sleeps by.
+        new_waiter: Makes what the thread sleeps by.
         successor_of: Returns the inbox in the place of one that has ended; the same if its rank is
             not back.
         lookout: What a thread reads that has waited for a while: also of ranks that are not asked.
@@ -54,7 +54,7 @@ class FirstReceive(ReceiveHandle):
         inboxes: Sequence[Inbox],
         envelope: Envelope,
         nbytes: int | None,
-        new_bell: Callable[[], Bell],
+        new_waiter: Callable[[], Waiter],
         successor_of: Callable[[Inbox], Inbox] = lambda inbox: inbox,
         lookout: Meanwhile | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class FirstReceive(ReceiveHandle):
         self._receives = list(zip(inboxes, receives, strict=True))
         self._envelope = envelope
         self._nbytes = nbytes
-        self._new_bell = new_bell
+        self._new_waiter = new_waiter
         self._successor_of = successor_of
         self._lookout = lookout
         self._lock = runtime.Lock()
@@ -171,22 +171,22 @@ class FirstReceive(ReceiveHandle):
                 _take_back(inbox, receive)
 
     def _sleep(self, seconds: float, lookout: Meanwhile | None) -> None:
-        bell = self._new_bell()
+        waiter = self._new_waiter()
         try:
             for inbox, receive in self._receives:
-                inbox.park(receive, bell)
+                inbox.park(receive, waiter)
             # After that: whoever reads one of these, and leaves it, rings the bell.
-            streams: list[Watched] = []
+            streams: list[ByteStream] = []
             for inbox, _ in self._receives:
                 streams.extend(inbox.watch())
             if lookout is not None:
                 streams.extend(lookout.watch())
             if not self._has_come():
-                bell.listen(list(dict.fromkeys(streams)), seconds)
+                waiter.wait(list(dict.fromkeys(streams)), seconds)
         finally:
             for inbox, receive in self._receives:
-                inbox.leave(receive, bell)
-            bell.close()
+                inbox.leave(receive, waiter)
+            waiter.close()
 
     def _why_nobody(self) -> RankwireError:
         """Return why nobody sends it any more: the first loss, if there was one."""

@@ -38,7 +38,7 @@ from rankwire.links.borrower import Borrowed
 from rankwire.links.connection import Connection
 from rankwire.links.lender import Meanwhile
 from rankwire.links.shared_mailbox import SharedMailbox
-from rankwire.transports.stream import Stream, Watched
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.wire.frames import Envelope, Frame, Payload
 from rankwire.wire.mailbox import Mailbox, payload_of
 from rankwire.wire.receive import Destination, MessageWithdrawnError, PostedReceive, Receive
@@ -90,7 +90,7 @@ class Inbox(SharedMailbox):
         self._lookout = lookout
         # The streams at which a thread sleeps too when it begins to wait; None is for a millisecond
         # only, after which it looks at them.
-        self._beside: Sequence[Watched] | None = () if lookout is None else None
+        self._beside: Sequence[ByteStream] | None = () if lookout is None else None
         self.connection = connection
         if connection is not None:
             connection.place_by(self._find_place)
@@ -209,7 +209,7 @@ class Inbox(SharedMailbox):
             self.call_back_due()
             raise
 
-    def _read_others(self) -> Sequence[Watched]:
+    def _read_others(self) -> Sequence[ByteStream]:
         """Read what other ranks have sent; return the streams where more may come."""
         if self._lookout is None:
             return ()
@@ -243,7 +243,7 @@ class Inbox(SharedMailbox):
             if self.due:
                 self.call_back_due()
 
-    def watch(self) -> list[Stream]:
+    def watch(self) -> list[ByteStream]:
         """Return what a thread that waits for something else may read from this peer."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
@@ -296,14 +296,14 @@ class Inbox(SharedMailbox):
             if not any(came):
                 beside = self._read_others()
         # As in ``_read_until``.
-        if self.wanted_by and self.connection and self.connection.stream.look_away():
+        if self.wanted_by and self.connection and self.connection.stream.before_sleep():
             self.read_available()
         return True
 
     def _read_for(
         self,
         deadline: Deadline,
-        beside: Sequence[Watched] | None,
+        beside: Sequence[ByteStream] | None,
         came: list[int],
         connection: Connection,
     ) -> None:
@@ -388,7 +388,7 @@ class Inbox(SharedMailbox):
         receive: Receive,
         deadline: Deadline,
         token: object,
-        beside: Sequence[Watched] | None,
+        beside: Sequence[ByteStream] | None,
     ) -> bool:
         """Read, with the role, until one's own is done or somebody has to be called back.
 
@@ -412,7 +412,9 @@ class Inbox(SharedMailbox):
                     with self._mutex:
                         self._match(frames)
                         if receive.done:  # mostly: then the role is left in the same step
-                            self._pass_role(token)
+                            self._reader = None  # as ``_pass_role`` does, without a call
+                            if self._asleep:
+                                self._parked.wake_one()
                 if not receive.done and deadline.expired:
                     late_reads += 1
                     if late_reads >= _LATE_READS:
@@ -424,7 +426,7 @@ class Inbox(SharedMailbox):
                 self._pass_role(token)
         # Other replies may come that no thread waits for, and a poller does not see rings.
         if self._fetch and self.wanted_by:
-            if connection.stream.look_away():
+            if connection.stream.before_sleep():
                 self.read_quietly()
             if self._attended:
                 self._say_unread()

@@ -28,7 +28,7 @@ from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefusedError, pack_loan
 
 if TYPE_CHECKING:
-    from rankwire.transports.stream import Watched
+    from rankwire.transports.byte_stream import ByteStream
 
 _PAIR_NBYTES = 2 * WORD_NBYTES
 _ARENA_NBYTES = 64 << 10
@@ -51,7 +51,7 @@ class Meanwhile(Protocol):
     It reads, so that ranks which all send first do not wait for each other.
     """
 
-    def watch(self) -> Sequence[Watched]:
+    def watch(self) -> Sequence[ByteStream]:
         """Return the streams on which something to read may come."""
 
     def read(self) -> bool:
@@ -216,8 +216,8 @@ class Lent:
         return True
 
 
-def _wait_readable(streams: Sequence[Watched], seconds: float) -> None:
-    if any(stream.look_away() for stream in streams):
+def _wait_readable(streams: Sequence[ByteStream], seconds: float) -> None:
+    if any(stream.before_sleep() for stream in streams):
         return
     poller = runtime.poll()
     for stream in streams:

@@ -19,7 +19,7 @@ import numpy as np
 from rankwire.wire.frames import Buffer
 
 if TYPE_CHECKING:
-    from rankwire.transports.stream import Stream
+    from rankwire.transports.byte_stream import ByteStream
 
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
@@ -76,7 +76,7 @@ READ = _system_call("process_vm_readv")
 WRITE = _system_call("process_vm_writev")
 
 
-def probe(stream: Stream) -> tuple[int, str]:
+def probe(stream: ByteStream) -> tuple[int, str]:
     """Ask whether this process may read the memory of the one at the other end of a Unix socket.
 
     The process id is the kernel's word, not the peer's.

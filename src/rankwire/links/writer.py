@@ -23,7 +23,7 @@ from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.lender import Meanwhile
-from rankwire.transports.stream import Stream
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.wire.frames import (
     FIRST_SPECIAL,
     HEADER,
@@ -35,7 +35,7 @@ from rankwire.wire.frames import (
     skip_bytes,
 )
 from rankwire.wire.protocol import BELL
-from rankwire.wire.ring import AWAKE, RingWriter
+from rankwire.wire.ring import RingWriter
 from rankwire.wire.seals import SLICE_NBYTES, Seal, SealInProgress
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ _log = logging.getLogger("rankwire")
 
 # Joining and one send() beat sendmsg() by 0.25 us at 60 bytes, and lose 1.3 us at 64 KiB.
 JOIN_NBYTES = 16384
-# POSIX promises only 16 vectors a call, Linux has 1024.
-_MAX_VECTORS = 512
 # More than this, and the peer would wait while it could already be working: with 64 calls in flight
 # 42-47 k calls a second, against 34-36 k with up to 64 frames held (two runs each).
 _HOLD_FRAMES = 8
@@ -90,7 +88,7 @@ class FrameWriter:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ByteStream,
         *,
         peer: int,
         seal: Seal | None,
@@ -99,7 +97,7 @@ class FrameWriter:
         explain: Callable[[OSError], RankwireError],
     ) -> None:
         self._stream = stream
-        self._write_by = stream.write
+        self._send = stream.send
         self._peer = peer
         self._seal = seal
         self._on_rest = on_rest
@@ -173,7 +171,7 @@ class FrameWriter:
                 self._write((header, *buffers), deadline, meanwhile, is_owned=False, coming=coming)
             elif hold and len(held) < _HOLD_FRAMES:
                 self._outgoing = (sequence + 1, (*held, frame))
-            elif held or self._write_by is not None:
+            elif held or self._send is None:
                 self._write((frame,), deadline, meanwhile, is_owned=True)
             elif ring is not None and channel < FIRST_SPECIAL and ring.put(frame):
                 is_put = True  # with the number of the next one, which the stream does not see
@@ -182,7 +180,7 @@ class FrameWriter:
                 counts: list[int] = []
                 self._journal = (before, (frame,), True, True, counts, None)
                 try:
-                    counts.extend(map(self._stream.send, (frame,)))
+                    counts.extend(map(self._send, (frame,)))
                 except OSError:  # of which the next try tells
                     counts.append(0)
                 if counts[0] == len(frame):
@@ -203,7 +201,7 @@ class FrameWriter:
             if grip[-1:] == [True]:
                 self._lock.release()
         # After the lock, which is a memory barrier.
-        if is_put and ring is not None and not ring.words[AWAKE]:
+        if is_put and ring is not None and not ring.is_polled():
             self._wake_reader(deadline.clock)
 
     def _wake_reader(self, clock: Clock) -> None:
@@ -316,12 +314,7 @@ class FrameWriter:
                     elif not coming.is_made:
                         ready = pieces[:-1]
                 try:
-                    if self._write_by is not None:
-                        self._write_by(ready, counts)
-                    elif len(ready) == 1:
-                        counts.extend(map(self._stream.send, ready))
-                    else:
-                        counts.extend(map(self._stream.sendmsg, (ready[:_MAX_VECTORS],)))
+                    self._stream.write(ready, counts)
                 except BlockingIOError:
                     # No ``continue`` here: CPython looks for signals at that jump, and has no
                     # handler for it.
@@ -383,18 +376,18 @@ class FrameWriter:
 
     def _wait_writable(self, deadline: Deadline, meanwhile: Meanwhile | None) -> None:
         if meanwhile is None:
-            if not self._stream.wait_writable(deadline.sleep_limit()):
+            if not self._stream.wait(deadline.sleep_limit(), to_write=True):
                 raise self.not_taken(deadline)
             return
         # Now and then it looks up: by then there may be more connections to read.
         patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
-        if not self._stream.wait_writable(patience, meanwhile.watch()):
+        if not self._stream.wait(patience, meanwhile.watch(), to_write=True):
             self._reading = runtime.get_ident()
             try:
                 is_read = meanwhile.read()
             finally:
                 self._reading = None
             if not is_read:  # but stays; do not look at it all the time
-                self._stream.wait_writable(min(deadline.sleep_limit(), _BLOCKED_NAP))
+                self._stream.wait(min(deadline.sleep_limit(), _BLOCKED_NAP), to_write=True)
             if deadline.expired:
                 raise self.not_taken(deadline)

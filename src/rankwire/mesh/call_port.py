@@ -314,7 +314,7 @@ class MeshCallPort(CallPort):
                 continue
             inbox.send_held(AT_ONCE)
             if not inbox.is_read:
-                if inbox.connection is not None and inbox.connection.stream.look_away():
+                if inbox.connection is not None and inbox.connection.stream.before_sleep():
                     self._read_what_is_left(inbox)
                 self._arm(inbox)
         return outstanding
@@ -328,7 +328,7 @@ class MeshCallPort(CallPort):
         inbox.send_held(AT_ONCE)
         if inbox.is_read:
             return  # whoever reads sees that it is attended to, and arms the poller in leaving
-        if inbox.connection.stream.look_away():
+        if inbox.connection.stream.before_sleep():
             self._read_what_is_left(inbox)
         self._arm(inbox)
 

@@ -22,7 +22,9 @@ from rankwire.links.dialer import authenticate
 from rankwire.mesh.peers import Peer
 from rankwire.rendezvous.formation import Formation
 from rankwire.rendezvous.runtime_dir import has_removed
-from rankwire.transports.sockets import AnySocket, Socket, TcpAddress, connect_tcp, connect_unix
+from rankwire.transports import dial
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.control_messages import Member
 from rankwire.wire.handshake import Purpose, StillConnectedError
 from rankwire.wire.protocol import left
@@ -53,7 +55,7 @@ class Dialling:
 
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[AnySocket, Seals | None]:
+    ) -> tuple[ByteStream, Seals | None]:
         """Return a connection to a peer that has let it in, and what its frames are sealed with.
 
         Raises:
@@ -104,7 +106,7 @@ class Dialling:
             return left(rank)
         return PeerLostError(rank, error.message)
 
-    def _connect(self, peer: Peer, deadline: Deadline) -> Socket:
+    def _connect(self, peer: Peer, deadline: Deadline) -> ByteStream:
         member = peer.member
         here = member.host_id == self._me.host_id and member.unix_path
         if self._transport == "unix" and not here:
@@ -113,7 +115,7 @@ class Dialling:
             )
         if here:
             try:
-                return connect_unix(member.unix_path, deadline, check=peer.check)
+                return dial(f"unix://{member.unix_path}", deadline, peer.check)
             except NoConnectionError:
                 # Another container of the same host does not see the file; or the peer is gone,
                 # then TCP tells.
@@ -121,7 +123,7 @@ class Dialling:
                     raise
         limit = deadline.sooner(_CONNECT_LIMIT)
         try:
-            return connect_tcp(TcpAddress(member.host, member.port), limit, check=peer.check)
+            return dial(f"tcp://{TcpAddress(member.host, member.port)}", limit, peer.check)
         except DeadlineExceededError as error:
             if limit is deadline:
                 raise

@@ -29,7 +29,7 @@ from rankwire.wire.handshake import Purpose
 if TYPE_CHECKING:
     from rankwire.backends.mesh import Mesh
     from rankwire.mesh.transport import Transport
-    from rankwire.transports.stream import Stream
+    from rankwire.transports.byte_stream import ByteStream
     from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
@@ -142,7 +142,7 @@ def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:
 
 
 def answer(
-    mesh: Mesh, rank: int, stream: runtime.Socket | Stream, seals: Seals | None, text: str
+    mesh: Mesh, rank: int, stream: runtime.Socket | ByteStream, seals: Seals | None, text: str
 ) -> None:
     """Tell a rank that has dialled for it what this one is doing. Does not wait."""
     connection = _connection(mesh, rank, stream, seals)
@@ -156,7 +156,7 @@ def answer(
 
 
 def _connection(
-    mesh: Mesh, rank: int, stream: runtime.Socket | Stream, seals: Seals | None
+    mesh: Mesh, rank: int, stream: runtime.Socket | ByteStream, seals: Seals | None
 ) -> Connection:
     """Return a connection that nobody else knows: its end says nothing of its peer."""
     return Connection(

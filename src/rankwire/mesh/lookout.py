@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.links.inbox import Inbox
-from rankwire.transports.stream import Stream
+from rankwire.transports.byte_stream import ByteStream
 
 _CHECK_EVERY = 0.05
 
@@ -56,7 +56,7 @@ class Lookout:
         if inbox not in self._inboxes:
             self._inboxes.append(inbox)
 
-    def watch(self) -> list[Stream]:
+    def watch(self) -> list[ByteStream]:
         """Return the streams on which something to read may come."""
         return [stream for inbox in list(self._inboxes) for stream in inbox.watch()]
 

@@ -41,7 +41,8 @@ from rankwire.rendezvous.reports import Told
 from rankwire.rendezvous.roster import FormedWorld, Roster
 from rankwire.rendezvous.world_watch import WorldWatch
 from rankwire.texts import name_ranks
-from rankwire.transports.sockets import AnySocket, TcpAddress, expect_prompt_reading
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.tcp_stream import TcpAddress, expect_prompt_reading
 from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     MAX_MEMBER_NBYTES,
@@ -142,7 +143,7 @@ class Coordinator:
             return Status.NOT_EXPECTED, 0
         return Status.WELCOME, 0
 
-    def enter(self, rank: int, sock: AnySocket, seals: Seals | None) -> None:
+    def enter(self, rank: int, sock: ByteStream, seals: Seals | None) -> None:
         """Take the control connection of an admitted rank."""
         expect_prompt_reading(sock)
         clock = self._acceptor.clock

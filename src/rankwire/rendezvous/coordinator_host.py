@@ -15,8 +15,10 @@ from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.launchers import LAUNCH_JOB, LauncherLink
 from rankwire.rendezvous.reports import Told
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import Policy
-from rankwire.transports.sockets import AnySocket, Socket, TcpAddress, listen_tcp, start_listening
+from rankwire.transports.sockets import Socket
+from rankwire.transports.tcp_stream import TcpAddress, listen_tcp, start_listening
 from rankwire.wire.control_messages import Gone, Member, World
 from rankwire.wire.handshake import Hello, Purpose, Status, handshake_key, job_id
 from rankwire.wire.keys import rank_key
@@ -151,7 +153,7 @@ class CoordinatorHost:
             return Status.INVALID_RANK, self._nodes
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: ByteStream, seals: Seals | None) -> None:
         """Pass an admitted connection to the coordinator, or to ``on_launcher``."""
         if hello.purpose is Purpose.LAUNCH:
             link = LauncherLink(sock, hello.rank, self._acceptor.clock, seals)

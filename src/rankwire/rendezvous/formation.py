@@ -27,14 +27,15 @@ from rankwire.rendezvous.reports import Told
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
 from rankwire.shutdown import close_at_exit
-from rankwire.transports.listening import ListeningPlace, listen_somewhere
+from rankwire.transports import listen
+from rankwire.transports.byte_stream import ByteStream, Listener
 from rankwire.transports.security import Policy
-from rankwire.transports.sockets import (
-    AnySocket,
-    Socket,
+from rankwire.transports.sockets import Socket
+from rankwire.transports.tcp_stream import (
+    ListeningPlace,
     TcpAddress,
+    listen_somewhere,
     listen_tcp,
-    listen_unix,
     start_listening,
 )
 from rankwire.wire.control_messages import (
@@ -100,7 +101,8 @@ class Formation:
         self._agreed_secret = b""
         self._files: list[Callable[[], None]] = []  # each call removes one file
         # Until the acceptor has them; the TCP listener comes first.
-        self._listeners = [] if listener is None else [listener]
+        self._listeners: list[Socket] = [] if listener is None else [listener]
+        self._local_listeners: list[Listener] = []
         self._member: Member | None = None
         self._epoch = 0
         self._coordinator: Coordinator | None = None
@@ -226,7 +228,7 @@ class Formation:
         if self.share_files:
             sweep_socket_files()
             unix_path = new_socket_path()
-            self._listeners.append(listen_unix(unix_path))
+            self._local_listeners.append(listen(f"unix://{unix_path}"))
             self._files.append(partial(_remove_file, unix_path))
         self._member = Member(
             self.owner.rank,
@@ -238,6 +240,9 @@ class Formation:
         )
         return self._member
 
+    def _all_listeners(self) -> list[Socket | Listener]:
+        return [*self._listeners, *self._local_listeners]
+
     def _make_acceptor(self) -> Acceptor:
         self.acceptor = Acceptor(
             self,
@@ -247,9 +252,9 @@ class Formation:
             room=room_for(self.owner.world_size),
         )
         self.acceptor.call_every(_LOOK_EVERY, self.owner.look_for_silence)
-        for listener in self._listeners:
+        for listener in self._all_listeners():
             self.acceptor.listen(listener)
-        self._listeners = []
+        self._listeners, self._local_listeners = [], []
         return self.acceptor
 
     # -- once formed -------------------------------------------------------------------------------
@@ -271,7 +276,7 @@ class Formation:
             return Status.OTHER_EPOCH, 0
         return self.owner.admit(hello)
 
-    def enter(self, hello: Hello, sock: AnySocket, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, sock: ByteStream, seals: Seals | None) -> None:
         """Pass an authenticated connection to the coordinator or the backend."""
         if hello.purpose is not Purpose.JOIN:
             self.owner.enter(hello, sock, seals)
@@ -316,7 +321,7 @@ class Formation:
     def close_in_child(self) -> None:
         """Close the listeners in a forked child, and leave the files to the parent."""
         self._files.clear()
-        for listener in self._listeners:
+        for listener in self._all_listeners():
             listener.close()
 
     # -- ending ------------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ class Formation:
                 # way, so it stays; the next world removes it.
                 self._files.clear()
             self._membership.leave(fallen)
-        for listener in self._listeners:
+        for listener in self._all_listeners():
             listener.close()
         self._remove_files()
 

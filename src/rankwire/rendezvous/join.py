@@ -26,14 +26,10 @@ from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.rendezvous.roster import is_last_moment
 from rankwire.texts import name_ranks
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import UNPROTECTED, Policy
-from rankwire.transports.sockets import (
-    AnySocket,
-    Socket,
-    TcpAddress,
-    connect_tcp,
-    expect_prompt_reading,
-)
+from rankwire.transports.sockets import Socket
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.wire.control_messages import (
     CONTROL,
     DEFAULT_PATIENCE,
@@ -219,7 +215,7 @@ class Joiner:
         try:
             stream, seals = self._authenticate(sock)
             member = self.describe(sock.getsockname()[0])
-            expect_prompt_reading(sock)
+            expect_prompt_reading(stream)
             longest = max_coordinator_nbytes(self.hello.world_size)
             control = Connection(
                 stream, peer=0, max_nbytes=longest, clock=self.deadline.clock, seals=seals
@@ -232,7 +228,7 @@ class Joiner:
             sock.close()
             raise
 
-    def _authenticate(self, sock: Socket) -> tuple[AnySocket, Seals | None]:
+    def _authenticate(self, sock: Socket) -> tuple[ByteStream, Seals | None]:
         key = self.find_key()
         if key is None:
             raise self._no_secret()

@@ -18,8 +18,9 @@ from rankwire.errors import ChannelClosedError, InvalidMessageError, PeerLostErr
 from rankwire.links.connection import Connection
 from rankwire.links.dialer import HANDSHAKE_LIMIT, authenticate
 from rankwire.texts import one_line, printable
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import Policy
-from rankwire.transports.sockets import AnySocket, TcpAddress, connect_tcp, expect_prompt_reading
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp, expect_prompt_reading
 from rankwire.wire.control_messages import CONTROL
 from rankwire.wire.frames import whole_of
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
@@ -184,7 +185,7 @@ class LauncherLink:
         seals: Protects the frames; None if they are not protected.
     """
 
-    def __init__(self, stream: AnySocket, node: int, clock: Clock, seals: Seals | None) -> None:
+    def __init__(self, stream: ByteStream, node: int, clock: Clock, seals: Seals | None) -> None:
         expect_prompt_reading(stream)
         self._connection = Connection(
             stream, peer=node, max_nbytes=_MAX_LAUNCHER_NBYTES, clock=clock, seals=seals

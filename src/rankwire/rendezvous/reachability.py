@@ -20,7 +20,7 @@ from rankwire.errors import DeadlineExceededError, NoConnectionError, RankwireEr
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.runtime_dir import host_id
-from rankwire.transports.sockets import TcpAddress, connect_tcp
+from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import Join, Member
 
 _LIMIT = 5.0

@@ -3,3 +3,98 @@
 A transport may import ``wire`` and the modules without a folder. It knows no frames' meaning, no
 ranks and no connections: bytes go in and come out, and a wait has a deadline.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rankwire import runtime
+from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError
+from rankwire.transports.byte_stream import ByteStream, Listener
+from rankwire.transports.tcp_stream import (
+    TcpAddress,
+    TcpStream,
+    dial_tcp,
+    listen_tcp,
+    start_listening,
+    tcp_listener,
+)
+from rankwire.transports.unix_stream import UnixStream, dial_unix, listen_unix, unix_listener
+
+__all__ = ["TRANSPORTS", "Scheme", "dial", "listen", "listener_of", "stream_of"]
+
+_Dial = Callable[[str, Deadline, Callable[[], None]], ByteStream]
+
+
+class Scheme(NamedTuple):
+    """How processes reach each other by addresses of one scheme."""
+
+    dial: _Dial  # takes what follows the scheme, a deadline, and what to call while waiting
+    listen: Callable[[str], Listener]
+
+
+def _listen_tcp(where: str) -> Listener:
+    sock = listen_tcp(TcpAddress.parse(where))
+    start_listening(sock)
+    return tcp_listener(sock)
+
+
+def _listen_unix(where: str) -> Listener:
+    return unix_listener(listen_unix(where))
+
+
+# By scheme. Worlds in one process make their streams in pairs (``memory_stream``), and TLS wraps a
+# TCP connection (``security.Policy``): neither has an address.
+TRANSPORTS = {
+    "tcp": Scheme(dial_tcp, _listen_tcp),
+    "unix": Scheme(dial_unix, _listen_unix),
+}
+
+
+def dial(address: str, deadline: Deadline, check: Callable[[], None] = lambda: None) -> ByteStream:
+    """Connect once to an address such as ``tcp://10.0.0.1:29500`` or ``unix:///tmp/socket``.
+
+    Args:
+        address: Where to.
+        deadline: For the answer.
+        check: Called repeatedly while waiting; an exception from it ends the wait.
+
+    Raises:
+        NoConnectionError: No process listens there.
+        DeadlineExceededError: No answer in time.
+    """
+    scheme, where = _find(address)
+    return scheme.dial(where, deadline, check)
+
+
+def listen(address: str) -> Listener:
+    """Listen at an address of the same form.
+
+    Raises:
+        ConfigurationError: That is not possible.
+    """
+    scheme, where = _find(address)
+    return scheme.listen(where)
+
+
+def _find(address: str) -> tuple[Scheme, str]:
+    scheme, _, where = address.partition("://")
+    if scheme not in TRANSPORTS:
+        raise ConfigurationError(f"no transport for {address!r}: one of {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[scheme], where
+
+
+def stream_of(sock: runtime.Socket | ByteStream) -> ByteStream:
+    """Return a connected socket as a stream; a stream as it is."""
+    if isinstance(sock, ByteStream):
+        return sock
+    return UnixStream(sock) if sock.family == runtime.AF_UNIX else TcpStream(sock)
+
+
+def listener_of(sock: runtime.Socket | Listener) -> Listener:
+    """Return a listening socket as a listener; a listener as it is."""
+    if not isinstance(sock, runtime.Socket):
+        return sock
+    return unix_listener(sock) if sock.family == runtime.AF_UNIX else tcp_listener(sock)

@@ -1,24 +1,27 @@
-"""Streams in memory: two ends in one process, without descriptors.
+"""Streams in memory: two ends in one process, without descriptors, and how a thread waits for them.
 
-Two pipes (``pipe``) are a connection, one each way; each end is a ``Stream``. What messages meet on
-their way is a ``route``.
+Two pipes (``pipe``) are a connection, one each way; each end is a ``ByteStream``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
+from rankwire import runtime
 from rankwire.clock import Clock
-from rankwire.transports.pipe import Pipe
-from rankwire.transports.route import Route
-from rankwire.transports.stream import Watched
-from rankwire.transports.wakeup import Sleepers, sleeper
+from rankwire.override import override
+from rankwire.transports.byte_stream import ByteStream, Exposure
+from rankwire.transports.pipe import Pipe, Route
+from rankwire.transports.wakeup import Sleepers, sleeper, wake
 from rankwire.wire.frames import Buffer
-from rankwire.wire.ring import RingReader
 
 
-class MemoryStream:
-    """One end of two pipes, which a connection uses as it uses a socket (``Stream``).
+class MemoryStream(ByteStream):
+    """One end of two pipes.
 
     Attributes:
         incoming: What the other end writes.
@@ -28,105 +31,57 @@ class MemoryStream:
     __slots__ = ("_clock", "incoming", "outgoing")
 
     transport = "memory"
+    exposure: Exposure = "none"
     # A parser that never reads more at once makes a small buffer: there may be 65,000 of them.
     buffer_nbytes = 512
-    recv_pending = None
-    ring: RingReader | None = None
 
     def __init__(self, incoming: Pipe, outgoing: Pipe, clock: Clock) -> None:
         self._clock = clock
         self.incoming = incoming
         self.outgoing = outgoing
 
-    @property
-    def write(self) -> Callable[[Sequence[Buffer], list[int]], None]:
-        """Takes the beginning of several pieces and notes how much, as one step."""
-        return self.outgoing.write
-
-    @property
-    def read(self) -> Callable[[memoryview, list[int]], None]:
-        """Fills the beginning of a buffer and notes how much, as one step."""
-        return self.incoming.read
-
-    def send(self, data: Buffer) -> int:
-        """Write what there is room for, as a socket does; return how much that was."""
-        return self.sendmsg((data,))
-
-    def sendmsg(self, pieces: Sequence[Buffer]) -> int:
-        """Send what can be taken now of several pieces."""
-        counts: list[int] = []
-        self.outgoing.write(pieces, counts)
-        return counts[0]
-
-    def recv_into(self, buffer: memoryview) -> int:
-        """Read into a buffer, as a socket does; return how much."""
-        counts: list[int] = []
+    @override
+    def read(self, buffer: memoryview, counts: list[int]) -> None:
         self.incoming.read(buffer, counts)
-        return counts[0]
 
-    def look_away(self) -> bool:
-        """There is no ring."""
-        return False
+    @override
+    def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
+        self.outgoing.write(pieces, counts)
 
+    @override
     def peek(self, nbytes: int) -> bytes:
-        """Return the beginning of what is there to read, and leave it; empty at the end."""
         return self.incoming.peek(nbytes)
 
-    def wait_readable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
-        """Sleep until there is something to read, the end included.
-
-        Returns False if the time passes, or as soon as one of the others has something to read.
-        """
-        incoming = self.incoming
-        return self._wait(lambda: incoming.readable_in() == 0.0, seconds, [incoming], (), beside)
-
-    def wait_writable(self, seconds: float, beside: Sequence[Watched] = ()) -> bool:
-        """Sleep until something can be written.
-
-        Returns False if the time passes, or as soon as one of the others has something to read.
-        """
-        outgoing = self.outgoing
-        return self._wait(lambda: outgoing.is_writable, seconds, [], (outgoing.writers,), beside)
-
-    def _wait(
-        self,
-        is_ready: Callable[[], bool],
-        seconds: float,
-        pipes: list[Pipe],
-        places: tuple[Sleepers, ...],
-        beside: Sequence[Watched],
+    @override
+    def wait(
+        self, seconds: float, beside: Sequence[ByteStream] = (), *, to_write: bool = False
     ) -> bool:
-        """Sleep until it is ready or a pipe can be read; return whether it is ready."""
-        limit = self._clock.now() + seconds
+        incoming, outgoing, clock = self.incoming, self.outgoing, self._clock
+        limit = clock.now() + seconds
         others = [other.incoming for other in beside if isinstance(other, MemoryStream)]
-        pipes = [*pipes, *others]
+        pipes = others if to_write else [incoming, *others]
+        places = [pipe.readers for pipe in pipes]
+        if to_write:
+            places.append(outgoing.writers)
+
+        def is_ready() -> bool:
+            return outgoing.is_writable if to_write else incoming.readable_in() == 0.0
+
         while not is_ready():
-            left = limit - self._clock.now()
+            left = limit - clock.now()
             if left <= 0.0 or _is_any_readable(others):
                 return False
-            with sleeper(self._clock, *places, *(pipe.readers for pipe in pipes)) as sleep:
-                if is_ready() or _is_any_readable(others):
-                    continue
-                gaps = [gap for pipe in pipes if (gap := pipe.readable_in()) is not None]
-                sleep(min(left, *gaps) if gaps else left)
+            with sleeper(clock, *places) as sleep:
+                if not is_ready() and not _is_any_readable(others):
+                    gaps = [gap for pipe in pipes if (gap := pipe.readable_in()) is not None]
+                    sleep(min(left, *gaps) if gaps else left)
         return True
 
+    @override
     def unsent_nbytes(self) -> int:
-        """Return how many bytes have been written that the other end has not read."""
         return self.outgoing.load_nbytes
 
-    def tcp_info(self) -> None:
-        """Return None: it is no TCP connection."""
-        return None
-
-    def peer_pid(self) -> int:
-        """Return 0: there is no other process."""
-        return 0
-
-    def fileno(self) -> int:
-        """Return -1: there is no descriptor."""
-        return -1
-
+    @override
     def shut_down(self) -> None:
         """End both directions: what was written arrives, what is visible here can be read."""
         self.outgoing.end()
@@ -137,8 +92,8 @@ class MemoryStream:
         self.outgoing.cut()
         self.incoming.cut()
 
+    @override
     def close(self) -> None:
-        """End both directions and forget what nobody will read."""
         self.shut_down()
         self.incoming.discard()
 
@@ -161,3 +116,150 @@ def memory_pair(
 
 def _is_any_readable(pipes: Sequence[Pipe]) -> bool:
     return any(pipe.readable_in() == 0.0 for pipe in pipes)
+
+
+class MemoryWaiter:
+    """A thread that waits for streams in memory, see ``poller.Waiter``.
+
+    Args:
+        clock: By which the thread sleeps.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = runtime.Lock()
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Have the thread wake up."""
+        with suppress(RuntimeError):  # it was rung already
+            self._lock.release()
+
+    def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
+        """Sleep until something can be read, the bell was rung, or the time has passed."""
+        pipes = [stream.incoming for stream in streams if isinstance(stream, MemoryStream)]
+        try:
+            for pipe in pipes:
+                pipe.readers.append(self)
+            gaps = [gap for pipe in pipes if (gap := pipe.readable_in()) is not None]
+            self._clock.acquire(self._lock, True, min(seconds, *gaps) if gaps else seconds)
+        finally:
+            for pipe in pipes:
+                with suppress(ValueError):
+                    pipe.readers.remove(self)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """One stream of a poller."""
+
+    pipe: Pipe  # what comes on it
+    key: object
+    is_once: bool
+    is_armed: bool = True
+    is_queued: bool = False
+
+
+class MemoryPoller:
+    """What one thread waits with for several streams in memory.
+
+    Streams on which something may have come stand in a queue, in turn; who polls looks at them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._watches: dict[ByteStream, _Watch] = {}
+        self._queue: deque[_Watch] = deque()
+        self._news = 0  # changes whenever there is something to look at
+        self._sleepers: Sleepers = []
+        self._is_woken = False
+        self._is_closed = False
+
+    def register(self, stream: ByteStream, key: object) -> None:
+        """Watch a stream until it is unregistered."""
+        self._watch(stream, key, is_once=False)
+
+    def arm(self, stream: ByteStream, key: object) -> None:
+        """Have ``poll`` return the key once; to be armed again after that."""
+        watch = self._watches.get(stream)
+        if watch is None:
+            self._watch(stream, key, is_once=True)
+        else:
+            watch.is_armed = True
+            self._look_at(watch)
+
+    def _watch(self, stream: ByteStream, key: object, *, is_once: bool) -> None:
+        assert isinstance(stream, MemoryStream)
+        watch = self._watches[stream] = _Watch(stream.incoming, key, is_once)
+        watch.pipe.on_news = partial(self._look_at, watch)
+        self._look_at(watch)
+
+    def unregister(self, stream: ByteStream) -> None:
+        """Watch a stream no more; nothing happens if it was not watched."""
+        watch = self._watches.pop(stream, None)
+        if watch is not None:
+            watch.is_armed = False
+            watch.pipe.on_news = None
+
+    def _look_at(self, watch: _Watch) -> None:
+        """Have ``poll`` look at a stream: something may have come."""
+        if not watch.is_queued:
+            watch.is_queued = True
+            self._queue.append(watch)
+        self._news += 1
+        wake(self._sleepers)
+
+    def poll(self, seconds: float, spin: object = None) -> object | None:
+        """Return the key of a stream that can be read. Nobody spins in one process."""
+        limit = self._clock.now() + seconds
+        while True:
+            news = self._news
+            if self._is_closed:
+                raise ValueError("this poller is closed")
+            if self._is_woken:
+                self._is_woken = False
+                return None
+            ready, gap = self._look()
+            if ready is not None:
+                return ready.key
+            left = limit - self._clock.now()
+            if left <= 0.0:
+                return None
+            with sleeper(self._clock, self._sleepers) as sleep:
+                if news == self._news:
+                    sleep(left if gap is None else min(left, gap))
+
+    def _look(self) -> tuple[_Watch | None, float | None]:
+        """Return a stream that can be read, or in how many seconds there will be one."""
+        nearest: float | None = None
+        for _ in range(len(self._queue)):
+            watch = self._queue.popleft()
+            watch.is_queued = False  # before the look: what comes after it is news
+            gap = watch.pipe.readable_in() if watch.is_armed else None
+            if gap is None:
+                continue
+            if gap == 0.0 and watch.is_once:
+                watch.is_armed = False
+                return watch, None
+            watch.is_queued = True  # there may be more, or will be
+            self._queue.append(watch)
+            if gap == 0.0:
+                return watch, None
+            nearest = gap if nearest is None else min(nearest, gap)
+        return None, nearest
+
+    def wake(self) -> None:
+        """Make ``poll`` return, now or the next time."""
+        self._is_woken = True
+        self._news += 1
+        wake(self._sleepers)
+
+    def close(self) -> None:
+        """Watch nothing more; a ``poll`` ends."""
+        self._is_closed = True
+        for stream in list(self._watches):
+            self.unregister(stream)
+        self.wake()

@@ -1,17 +1,15 @@
-"""A pipe: one direction of a stream in memory.
+"""A pipe: one direction of a stream in memory, and the delays that messages meet in it.
 
 It is bounded and FIFO, written by one thread at a time and read by one. Like a socket it takes what
-there is room for (what has no content always has), its reader wakes up when something comes, and
-what was written before an end can still be read. A pipe that is *cut* loses what is not visible by
-then. No thread is needed for messages that are late (``route``): who sleeps knows when the next
-one is visible.
+there is room for (what has no content always has), and what was written before an end can still be
+read. A pipe that is *cut* loses what is not visible by then. Late messages need no thread: a
+sleeping reader knows when the next one is visible.
 
-What is written, or read, is so from the moment at which it is noted in the list that the caller
-gave: a signal may end a thread between any two bytecodes, and bytes must be neither lost nor
-doubled then. So a chunk carries the list in which it is noted, and the next writer or reader puts
-in order what it finds.
+A signal may end a thread between any two bytecodes. What is written or read is so from the moment
+at which it is noted in the list that the caller gave. So a chunk carries that list, and the next
+writer or reader puts in order what it finds.
 
-Nothing here takes a lock: each field has one owner, the writer or the reader, or is set once; and
+Nothing here takes a lock: each field belongs to the writer or the reader, or is set once; and
 deques and lists change in one step.
 """
 
@@ -20,14 +18,83 @@ from __future__ import annotations
 import errno
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from rankwire.transports.route import Position, Route
-from rankwire.transports.stream import first_bytes
+from rankwire.transports.byte_stream import join_first
 from rankwire.transports.wakeup import Sleepers, wake
-from rankwire.wire.frames import HEADER_NBYTES, Buffer
+from rankwire.wire.frames import HEADER_NBYTES, Buffer, Channel, unpack_size
+
+_COURTESIES = (Channel.FAREWELL, Channel.GREETING)
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Lets one message through at a time, from all streams to one reader."""
+
+    seconds: float  # between two messages
+    free_at: float = 0.0  # when the next one may pass, in monotonic time
+
+
+class Position(NamedTuple):
+    """Where in a message a writer is."""
+
+    left: int = 0  # bytes of it that are still to come; 0 at a header
+    head: bytes = b""  # what has come of the header
+    when: float = 0.0  # when it becomes visible, in monotonic time
+    is_message: bool = False  # and not a greeting or a farewell
+
+    @property
+    def is_at_header(self) -> bool:
+        """Whether the next byte is the first one of a frame."""
+        return not self.left and not self.head
+
+    @property
+    def is_behind_message(self) -> bool:
+        """Whether a message has just been written whole."""
+        return self.is_message and self.is_at_header
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """What the messages of one direction meet on their way.
+
+    Attributes:
+        now: The clock's, by which they are late.
+        delays: How many seconds each takes in turn; None if they take none.
+        gate: What lets them through at the reader.
+        on_message: Called in the writer's thread when a message is written whole; it must not wait.
+    """
+
+    now: Callable[[], float]
+    delays: Iterator[float] | None = None
+    gate: Gate | None = None
+    on_message: Callable[[], None] = lambda: None
+
+    def follow(self, position: Position, data: bytes) -> tuple[int, bool, Position]:
+        """Follow what is written next, as far as it belongs to one message or part of a header.
+
+        Messages stay in order; greetings and farewells take no time of their own.
+
+        Returns:
+            How many bytes that is; whether a message begins with them; and where the writer is
+            behind them, which also says when they are visible.
+        """
+        left, head, when, is_message = position
+        begins = False
+        if not left:
+            missing = HEADER_NBYTES - len(head)
+            if len(data) < missing:
+                return len(data), False, Position(0, head + data, when, is_message)
+            channel, nbytes = unpack_size(head + data[:missing])
+            left = missing + nbytes
+            begins = is_message = channel not in _COURTESIES
+            if is_message and self.delays is not None:
+                when = max(when, self.now() + next(self.delays))
+        taken = min(left, len(data))
+        return taken, begins, Position(left - taken, b"", when, is_message)
 
 
 class _Chunk(NamedTuple):
@@ -52,7 +119,7 @@ _NO_CHUNKS: deque[_Chunk] = deque()  # of all pipes that were never written to
 
 
 class Pipe:
-    """One direction.
+    """One direction of a stream.
 
     Args:
         limit: Bytes above which nothing more is taken, unless the pipe is empty.
@@ -116,7 +183,7 @@ class Pipe:
             room = 0  # a message without content, or a farewell
         data = pieces[0]
         if len(pieces) > 1 or type(data) is not bytes or len(data) > room + HEADER_NBYTES:
-            data = bytes(first_bytes(pieces, room + HEADER_NBYTES))  # that nobody changes
+            data = bytes(join_first(pieces, room + HEADER_NBYTES))  # that nobody changes
         chunk = self._next_chunk(data, counts, is_cut=len(data) < offered)
         if self._chunks is _NO_CHUNKS:
             self._chunks = deque()
@@ -169,10 +236,9 @@ class Pipe:
         return max(self._written_to - self._read_to, 0)
 
     def flush_when_possible(self, flush: Callable[[], None]) -> None:
-        """Have something called by whoever reads next, when there is room.
+        """Have the next reader call a function when there is room. For the writer.
 
-        For the one who writes: if it is to be called already, that will do. But one may just be
-        running, and see no more of what is to be flushed now.
+        A function that is to be called already may just be running, and miss the newest bytes.
         """
         if len(self._flushers) < _MOST_FLUSHERS:
             self._flushers.append(flush)

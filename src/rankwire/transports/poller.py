@@ -1,22 +1,25 @@
-"""Pollers: one thread waits for what comes on any of several streams.
+"""Pollers and waiters: one thread waits for several streams.
 
-Who registers a stream gives a *key*, which ``poll`` returns when there is something to read. A
-stream is watched all the time, or armed for one shot, so that another thread may read it meanwhile
-without disturbing the poller again and again. The in-memory twin is ``memory_poller.MemoryPoller``.
+A thread gives a *key* for each stream to a ``Poller``, and ``poll`` returns that of a stream that
+can be read. A stream is watched all the time, or armed for one shot, so that another thread may
+read it meanwhile without waking the poller again and again. A ``Waiter`` waits once, and is woken
+by other threads as one of those that sleep on locks. ``memory_stream`` has both for worlds in one
+process.
 """
 
 from __future__ import annotations
 
 import os
-from termios import FIONREAD
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from rankwire import runtime
-from rankwire.transports.spin import NOTHING_TO_READ, Spin
-from rankwire.transports.stream import Stream
-from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
+from rankwire.transports.byte_stream import ByteStream, Look
+from rankwire.transports.spin import Spin
+from rankwire.transports.wakeup import Sleeper
 
-_LOOKS_AT_ALL = 8  # one look in so many is at all streams
+_POLLS_OF_ALL = 8  # one poll in so many begins with all streams
 _ONE_SHOT = runtime.EPOLLIN | runtime.EPOLLONESHOT
 
 
@@ -26,13 +29,13 @@ class Poller(Protocol):
     Everything but ``poll`` needs a lock of the owner's, under which it is also closed.
     """
 
-    def register(self, stream: Stream, key: object) -> None:
+    def register(self, stream: ByteStream, key: object) -> None:
         """Watch a stream until it is unregistered. To be done before it is closed."""
 
-    def arm(self, stream: Stream, key: object) -> None:
+    def arm(self, stream: ByteStream, key: object) -> None:
         """Have ``poll`` return the key once; to be armed again after that."""
 
-    def unregister(self, stream: Stream) -> None:
+    def unregister(self, stream: ByteStream) -> None:
         """Watch a stream no more; nothing happens if it was not watched."""
 
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
@@ -54,30 +57,30 @@ class Poller(Protocol):
 
 
 class EpollPoller:
-    """Streams with descriptors, in one epoll."""
+    """Polls streams with descriptors, in one epoll."""
 
     def __init__(self) -> None:
         self._keys: dict[int, object] = {}  # by descriptor
-        self._beside: dict[int, Stream] = {}  # those with a ring
-        self._ring: RingReader | None = None  # of the last one
-        self._watched: set[int] = set()  # all the time, not for one shot
+        self._hiding: dict[int, ByteStream] = {}  # those that hide input
+        self._watched: dict[int, ByteStream] = {}  # all the time, not for one shot
         self._last = -1  # of these, what could be read the last time
-        self._looks = 0  # over all polls: who always has more must not keep others from their turn
-        self._waiting = bytearray(4)
+        self._polls = 0
         self._epoll = runtime.epoll()
         self._wakeup = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, runtime.EPOLLIN)
+        self._ask_all = partial(self._epoll.poll, 0, 1)
+        self._look: Look = (self._ask_all, [], bool, None, None)
 
-    def register(self, stream: Stream, key: object) -> None:
+    def register(self, stream: ByteStream, key: object) -> None:
         """Watch a stream until it is unregistered."""
         number = stream.fileno()
         self._keys[number] = key
-        if stream.ring is not None:
-            self._beside[number] = stream
-        self._watched.add(number)
+        if stream.hides_input:
+            self._hiding[number] = stream
+        self._watched[number] = stream
         self._epoll.register(number, runtime.EPOLLIN)
 
-    def arm(self, stream: Stream, key: object) -> None:
+    def arm(self, stream: ByteStream, key: object) -> None:
         """Have ``poll`` return the key once. A stream that was closed meanwhile is left alone."""
         number = stream.fileno()
         if number in self._keys:
@@ -86,56 +89,38 @@ class EpollPoller:
             self._keys[number] = key
             self._epoll.register(number, _ONE_SHOT)
 
-    def unregister(self, stream: Stream) -> None:
+    def unregister(self, stream: ByteStream) -> None:
         """Watch a stream no more."""
         number = stream.fileno()
-        self._watched.discard(number)
-        self._beside.pop(number, None)
+        self._watched.pop(number, None)
+        self._hiding.pop(number, None)
         if number == self._last:
-            self._last, self._ring = -1, None
+            self._expect(-1)
         if self._keys.pop(number, None) is not None:
             self._epoll.unregister(number)
 
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
         """Return the key of a stream that can be read; None after the time, or when woken.
 
-        Whoever sent last sends next, most of the time: its descriptor is asked more often than the
-        epoll, and for less.
+        The peer that sent last mostly sends next: its stream is asked more often than the epoll,
+        and for less.
         """
-        if spin is not None and (spin.budget > 0.0 or spin.tries_again()):
-            waiting, now, yields, ioctl = self._waiting, spin.now, spin.yields, runtime.ioctl
-            limit = now() + spin.budget
-            ring = self._ring  # another thread may take it away
-            words = None if ring is None else ring.words
-            if words is not None:
-                words[AWAKE] = 1
-            while True:
-                self._looks += 1
-                if yields:
-                    runtime.sched_yield()
-                number = self._last
-                if number < 0 or not self._looks % _LOOKS_AT_ALL:
-                    if ready := self._epoll.poll(0, 1):
-                        spin.budget = spin.most
-                        return self._key_of(ready[0][0])
-                elif words is not None:
-                    if words[WRITTEN] != words[READ]:
-                        spin.budget = spin.most
-                        return self._keys.get(number)
-                else:
-                    try:
-                        ioctl(number, FIONREAD, waiting)
-                    except OSError:  # closed meanwhile
-                        self._last = -1
-                    else:
-                        if waiting != NOTHING_TO_READ:
-                            spin.budget = spin.most
-                            return self._keys.get(number)
-                if now() >= limit:
-                    break
-            spin.wasted()
-        for number, stream in list(self._beside.items()):
-            if stream.look_away():
+        self._polls += 1
+        number = self._last
+        # A stream that always has more must not keep others from their turn.
+        if not self._polls % _POLLS_OF_ALL and (ready := self._ask_all()):
+            if spin is not None:
+                spin.budget = spin.most
+            return self._key_of(ready[0][0])
+        found = None if spin is None else spin.finds(*self._look)
+        if isinstance(found, list):
+            return self._key_of(found[0][0])
+        if isinstance(found, Exception):  # closed meanwhile
+            self._expect(-1)
+        elif found is not None:
+            return self._keys.get(number)
+        for number, stream in list(self._hiding.items()):
+            if stream.before_sleep():
                 return self._keys.get(number)
         ready = self._epoll.poll(seconds, 1)
         return self._key_of(ready[0][0]) if ready else None
@@ -145,14 +130,21 @@ class EpollPoller:
             runtime.eventfd_read(self._wakeup)
             return None
         if number != self._last and number in self._watched:
-            last = self._beside.get(self._last)
-            # If that has records it stays the last one, which is looked at next time; not now, or
-            # who always has some would keep the others from their turn.
-            if last is None or not last.look_away():
-                self._last = number
-                stream = self._beside.get(number)
-                self._ring = None if stream is None else stream.ring
+            last = self._hiding.get(self._last)
+            # If that has hidden input it stays the last one, which is asked next time; not now, or
+            # a stream that always has some would keep the others from their turn.
+            if last is None or not last.before_sleep():
+                self._expect(number)
         return self._keys.get(number)
+
+    def _expect(self, number: int) -> None:
+        """Ask a stream more often than the others; -1 for none."""
+        stream = self._watched.get(number)
+        if stream is None:
+            self._last, self._look = -1, (self._ask_all, [], bool, None, None)
+        else:
+            ask, idle, begin, _, _ = stream.look
+            self._last, self._look = number, (ask, idle, begin, self._ask_all, [])
 
     def wake(self) -> None:
         """Make ``poll`` return, now or the next time."""
@@ -162,4 +154,60 @@ class EpollPoller:
         """Close the epoll. Nothing is unregistered: a parent may have the same one."""
         self._epoll.close()
         os.close(self._wakeup)
-        self._beside, self._ring = {}, None
+        self._hiding.clear()
+        self._watched.clear()
+
+
+class Waiter(Sleeper, Protocol):
+    """How one thread waits for several streams, and for other threads.
+
+    ``release`` is safe from any thread; the rest is for the thread that waits.
+    """
+
+    def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
+        """Sleep until something can be read, ``release`` was called, or the time has passed."""
+
+    def close(self) -> None:
+        """Give back what the system has lent. A later ``release`` does nothing."""
+
+
+class PollWaiter:
+    """A descriptor beside those of streams.
+
+    Args:
+        spin: How long to look before sleeping.
+
+    Lock: ``_lock`` guards the descriptor against being used once closed; its number may be another
+    file's by then.
+    """
+
+    def __init__(self, spin: Spin) -> None:
+        self._spin = spin
+        self._lock = runtime.Lock()
+        self._is_open = True
+        self._number = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
+
+    def release(self) -> None:
+        """Have the thread wake up."""
+        with self._lock:
+            if self._is_open:
+                runtime.eventfd_write(self._number, 1)
+
+    def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
+        """Sleep until something can be read, ``release`` was called, or the time has passed."""
+        if any(stream.before_sleep() for stream in streams):
+            return
+        poller = runtime.poll()
+        poller.register(self._number, runtime.POLLIN)
+        for stream in streams:
+            if (number := stream.fileno()) >= 0:
+                poller.register(number, runtime.POLLIN)
+        if self._spin.finds(partial(poller.poll, 0), []) is None:
+            poller.poll(int(seconds * 1000.0) + 1)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._number)

@@ -14,15 +14,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
-from rankwire.transports.sockets import AnySocket, TcpAddress, is_loopback_connection
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.sockets import Socket, SocketStream
+from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.seals import Protection
 
 if TYPE_CHECKING:
+    from rankwire.transports.tls import TlsStream
     from rankwire.transports.tls_contexts import TlsContexts
 
 Security = Literal["auto", "local", "auth", "tls", "insecure"]
@@ -104,39 +106,43 @@ class Policy:
     full_mac: bool = False
     tls: TlsContexts | None = None
 
-    def protection_of(self, sock: AnySocket) -> Protection:
+    def protection_of(self, stream: ByteStream) -> Protection:
         """Return how the frames of a connection must be protected, seen from this end."""
-        if self.sealing == "never" or sock.family == runtime.AF_UNIX:
+        if self.sealing == "never" or stream.exposure == "none":
             return Protection.NONE
-        if self.sealing == "off loopback" and is_loopback_connection(sock):
+        if self.sealing == "off loopback" and stream.exposure == "loopback":
             return Protection.NONE
         return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
 
-    def dial(
-        self, sock: runtime.Socket, deadline: Deadline, check: Callable[[], None]
-    ) -> AnySocket:
-        """Put TLS around a socket that this end has connected, where the policy wants it.
+    def dial(self, stream: ByteStream, deadline: Deadline, check: Callable[[], None]) -> ByteStream:
+        """Put TLS around a stream that this end has opened, where the policy wants it.
 
         Raises as ``TlsContexts.dial`` does.
         """
-        if self.tls is None or sock.family == runtime.AF_UNIX:
-            return sock
-        return self.tls.dial(sock, deadline, check)
+        if self.tls is None or stream.exposure == "none":
+            return stream
+        return self.tls.dial(_socket_of(stream), deadline, check)
 
-    def accept(self, sock: runtime.Socket) -> AnySocket:
-        """Put TLS around a socket that this end has accepted; its handshake is still to come."""
-        if self.tls is None or sock.family == runtime.AF_UNIX:
-            return sock
-        return self.tls.accept(sock)
+    def accept(self, stream: ByteStream) -> ByteStream:
+        """Put TLS around a stream that this end has accepted; its handshake is still to come."""
+        if self.tls is None or stream.exposure == "none":
+            return stream
+        return self.tls.accept(_socket_of(stream))
 
-    def objection_to(self, stream: AnySocket, who: int) -> str:
+    def objection_to(self, stream: ByteStream, who: int) -> str:
         """Return why the other end of a connection cannot be this rank or ``LAUNCHER``.
 
         By the certificate that it has shown; an empty text if it can be, or if there is no TLS.
         """
-        if self.tls is None or isinstance(stream, runtime.Socket):
+        if self.tls is None or not stream.binding:
             return ""
-        return self.tls.objection_to(stream, who)
+        return self.tls.objection_to(cast("TlsStream", stream), who)
+
+
+def _socket_of(stream: ByteStream) -> Socket:
+    if not isinstance(stream, SocketStream):
+        raise ConfigurationError(f"TLS is for TCP connections, not for {stream.transport!r}")
+    return stream.sock
 
 
 UNPROTECTED = Policy("local")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import partial
 
 from rankwire import runtime
 from rankwire.clock import Clock
@@ -83,8 +84,8 @@ class SharedSegment(Segment):
     ) -> None:
         super().__init__(memory, rank, size)
         self._made = made
-        self._spin = Spin(spin or _YIELDING, clock)
-        self._shares_cores = spin <= 0.0
+        self._spin = Spin(spin or _YIELDING, clock, yields=spin <= 0.0)
+        self._asks = [partial(self.words.__getitem__, line) for line in self.lines]
         self._is_disturbed = False
         self._sleeps_at: int | None = None
         self._barrier = runtime.Lock()
@@ -137,21 +138,10 @@ class SharedSegment(Segment):
 
     def looks_until(self, step: int, rank: int) -> bool:
         """Look for a while whether a rank has published a step."""
-        words, spin, pause = self.words, self._spin, self._shares_cores
-        line = self.lines[rank]
-        if words[line] >= step:
-            return True
-        if spin.budget <= 0.0 and not spin.tries_again():
-            return False
-        now = spin.now
-        limit = now() + spin.budget
-        while words[line] < step:
-            if pause:
-                runtime.sched_yield()
-            if now() >= limit:
-                spin.wasted()
+        words, line = self.words, self.lines[rank]
+        while (published := words[line]) < step:
+            if self._spin.finds(self._asks[rank], published) is None:
                 return False
-        spin.budget = spin.most
         return True
 
     def sleeps_until(self, step: int, rank: int, deadline: Deadline) -> bool:

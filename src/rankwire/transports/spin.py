@@ -22,19 +22,17 @@ Where ranks share cores, a reader yields between two looks, so that the one it w
 from __future__ import annotations
 
 import os
-from termios import FIONREAD
+from collections.abc import Callable
 
 from rankwire import runtime
 from rankwire.clock import Clock
-from rankwire.wire.ring import AWAKE, READ, WRITTEN, RingReader
 
 DEFAULT_SPIN = 200e-6
 _CLOSELY = 1e-3  # seconds between the ends of two waits, or from the end of one to the next
 _PATIENCE = 4
 _LONGER = 2.0  # times the whole budget
 _LEAST_SKIPS, _MORE_SKIPS = 8, 17  # between two tries
-NOTHING_TO_READ = bytes(4)  # what FIONREAD writes
-_LOOKS_AT_SOCKET = 8  # beside a ring, one look in so many
+_RARELY = 8  # beside a ring, one look in so many is at the socket
 
 
 class Spin:
@@ -55,7 +53,7 @@ class Spin:
         now: The clock's.
     """
 
-    __slots__ = ("_misses", "_seen", "_skips", "_waiting", "budget", "most", "now", "yields")
+    __slots__ = ("_misses", "_seen", "_skips", "budget", "most", "now", "yields")
 
     def __init__(self, most: float, clock: Clock, *, yields: bool = False) -> None:
         self.most = most
@@ -64,59 +62,50 @@ class Spin:
         self._misses = 0  # one after the other
         self._skips = 0  # still to come before the next try
         self._seen = 0.0  # when somebody was last about to sleep
-        self._waiting = bytearray(4)
         self.budget = most
 
-    def finds_input(self, descriptor: int) -> bool:
-        """Look at a socket until something can be read, or the budget is spent.
+    def finds(
+        self,
+        ask: Callable[[], object],
+        idle: object,
+        begin: Callable[[], object] = bool,
+        rarely: Callable[[], object] | None = None,
+        rarely_idle: object = None,
+    ) -> object | None:
+        """Ask until there is an answer, or the budget is spent. The one loop that polls.
 
-        By asking how many bytes are there: a read that fails costs an exception, 0.9 us more, and
-        that is how late the byte is noticed which comes meanwhile. For one thread at a time. The
-        end of the stream is not seen here.
+        Args:
+            ask: Returns ``idle`` as long as there is nothing.
+            idle: That value, not None.
+            begin: Called before the first question.
+            rarely: Another question, asked one time in eight.
+            rarely_idle: What that returns as long as there is nothing.
+
+        Returns:
+            What the question returned at last, or the ``OSError`` or ``ValueError`` that it raised;
+            None if the budget was spent.
         """
         if self.budget <= 0.0 and not self.tries_again():
-            return False
-        waiting, now, yields, ioctl = self._waiting, self.now, self.yields, runtime.ioctl
+            return None
+        now, yields, looks = self.now, self.yields, 0
         limit = now() + self.budget
+        begin()
         try:
-            while True:
+            while (found := ask()) == idle:
                 if yields:
                     runtime.sched_yield()
-                ioctl(descriptor, FIONREAD, waiting)
-                if waiting != NOTHING_TO_READ:
-                    self.budget = self.most
-                    return True
-                if now() >= limit:
-                    break
-        except (OSError, ValueError):
-            return True  # it was closed, which the next read says
-        self.wasted()
-        return False
-
-    def finds_record(self, ring: RingReader, descriptor: int) -> bool:
-        """Look at a ring, and now and then at the socket beside it, as ``finds_input`` does."""
-        if self.budget <= 0.0 and not self.tries_again():
-            return False
-        waiting, words, looks = self._waiting, ring.words, 0
-        now, yields, ioctl = self.now, self.yields, runtime.ioctl
-        limit = now() + self.budget
-        words[AWAKE] = 1
-        try:
-            while words[WRITTEN] == words[READ]:
                 looks += 1
-                if yields:
-                    runtime.sched_yield()
-                if not looks % _LOOKS_AT_SOCKET:
-                    ioctl(descriptor, FIONREAD, waiting)
-                    if waiting != NOTHING_TO_READ:
+                if not looks % _RARELY and rarely is not None:
+                    found = rarely()
+                    if found != rarely_idle:
                         break
                 if now() >= limit:
                     self.wasted()
-                    return False
-        except (OSError, ValueError):
-            return True  # as above
+                    return None
+        except (OSError, ValueError) as error:
+            return error  # it was closed, which its next use reports
         self.budget = self.most
-        return True
+        return found
 
     def wasted(self) -> None:
         """The budget was spent and nothing came."""

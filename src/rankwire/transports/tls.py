@@ -9,11 +9,10 @@ So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and 
 held while they are encrypted or decrypted, never while waiting. All calls are non-blocking, as on
 the sockets of this package.
 
-Two things are not as with a socket:
+Two things differ from a socket:
 
-- Decrypted bytes may lie here although the socket has nothing to read. After each ``recv_into``
-  the owner takes what ``recv_pending`` has before it sleeps. During the handshakes, ``recv`` takes
-  single records from the socket, so that nothing is ever left over.
+- Decrypted bytes may lie here although the socket has nothing to read (``has_pending``). During the
+  handshakes, ``receive`` takes single records from the socket, so that nothing is ever left over.
 - Encrypted bytes may lie here although the socket takes no more. Then the last byte of what was
   sent counts as not sent; the sender repeats it, as after any partial send, and makes the rest
   leave.
@@ -27,11 +26,14 @@ from __future__ import annotations
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
 from rankwire.errors import AuthenticationError, ProtocolError
-from rankwire.transports.stream import DescriptorStream, first_bytes
+from rankwire.override import override
+from rankwire.transports.byte_stream import join_first
+from rankwire.transports.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
     from rankwire.wire.frames import Buffer
@@ -39,55 +41,40 @@ if TYPE_CHECKING:
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5
+_RECORD_NBYTES = 1 << 14
 _VERSION = "TLSv1.3"
 # A fatal alert, "protocol version". OpenSSL does not answer what is not TLS at all; a rank without
 # TLS learns from this that it should have it.
 _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 
 
-class TlsStream(DescriptorStream):
+class TlsStream(TcpStream):
     """A TCP connection inside TLS.
-
-    Size: six of its attributes are what handshakes use of the socket itself.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
 
     Attributes:
-        binding: The SHA-256 of the listener's certificate.
         session: OpenSSL's view of the connection; its certificates, once hands are shaken.
     """
 
     def __init__(self, sock: runtime.Socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         super().__init__(sock)
-        self.family = sock.family
-        self.getsockname, self.getpeername = sock.getsockname, sock.getpeername
-        self.getsockopt, self.setsockopt = sock.getsockopt, sock.setsockopt
-        self.binding = b""
+        self.recv_into = self.send = None  # there is no C function that does it
         self._received = ssl.MemoryBIO()
         self._encrypted = ssl.MemoryBIO()
         self.session = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
         self._lock = runtime.Lock()  # guards all that follows
         self._unsent = memoryview(b"")  # encrypted, and the socket does not take it now
         self._owes_a_byte = False  # the last byte sent is not reported yet, see above
-        self._peeked = bytearray()  # decrypted, and only looked at
-        self._has_ended = False
-        self._failure: str | None = None
-        # Set while bytes are on their way through OpenSSL to the caller or the socket. If one is
-        # found set, a thread was interrupted there, and some bytes are missing.
-        self._is_decrypting = False
-        self._is_encrypting = False
-        self._is_flushing = False
-        self._records: _Records | None = _Records()  # until the first recv_into
+        self._decrypted = bytearray()  # and not read yet
+        self._end: str | None = None  # empty at the end of the stream, else why it has failed
+        self._under_way = _UnderWay()
+        self._records: _Records | None = _Records()  # until the first read
 
     # -- the TLS handshake -------------------------------------------------------------------------
 
+    @override
     def shake_hands(self) -> bool:
-        """Go on with the TLS handshake; False if the other end has to say something first.
-
-        Raises:
-            AuthenticationError: One end does not accept the other.
-            OSError: The connection has ended.
-        """
         with self._lock:
             while not self._advance():
                 try:
@@ -111,7 +98,7 @@ class TlsStream(DescriptorStream):
                     self._encrypted.write(_NOT_TLS)
                 self._flush()  # the alert that tells the other end why
                 # Closing with input unread would reset the connection, and the alert with it.
-                self._sock.recv(_CHUNK_NBYTES)
+                self.sock.recv(_CHUNK_NBYTES)
             raise AuthenticationError(f"the TLS handshake failed: {_reason(error)}") from error
         self._flush()
         if self._unsent:
@@ -120,13 +107,19 @@ class TlsStream(DescriptorStream):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def recv(self, nbytes: int) -> bytes:
-        """Return up to ``nbytes``, as a socket does; raises as ``peek`` does."""
+    @property
+    def has_pending(self) -> bool:  # type: ignore[override]
+        """Whether decrypted bytes lie here."""
+        return bool(self._decrypted)
+
+    @override
+    def receive(self, nbytes: int) -> bytes:
         seen = self.peek(nbytes)
         with self._lock:
-            del self._peeked[: len(seen)]
+            del self._decrypted[: len(seen)]
         return seen
 
+    @override
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of what is there to read, decrypted, and leave it.
 
@@ -138,98 +131,85 @@ class TlsStream(DescriptorStream):
         buffer = bytearray(nbytes)
         with self._lock:
             try:
-                if not self._peeked:
+                if not self._decrypted:
                     count = self._read(memoryview(buffer))
-                    self._peeked += buffer[:count]
-                    self._is_decrypting = False
-                return bytes(self._peeked[:nbytes])
+                    self._decrypted[:0] = buffer[:count]
+                    self._under_way.decrypting = False
+                return bytes(self._decrypted[:nbytes])
             except _TlsError as error:
                 raise AuthenticationError(f"TLS: {error}") from error
 
-    def recv_into(self, buffer: memoryview) -> int:
-        """Read into a buffer, as a socket does; 0 is the end.
-
-        Raises:
-            BlockingIOError: There is nothing to read now.
-            ProtocolError: What came is not from the other end of this TLS connection.
-            OSError: The connection has ended.
-        """
+    @override
+    def read(self, buffer: memoryview, counts: list[int]) -> None:
+        """Fill the beginning of a buffer; raise ``ProtocolError`` if the records are forged."""
         with self._lock:
             self._records = None
             try:
                 count = self._read(buffer)
             except _TlsError as error:
                 raise ProtocolError(f"TLS: {error}") from error
-        self._is_decrypting = False  # after the lock, with nothing between it and the return
-        return count
-
-    def recv_pending(self, buffer: memoryview) -> int:
-        """Read what has been taken from the socket before.
-
-        Raises:
-            BlockingIOError: There is none.
-        """
-        with self._lock:
-            count = self._take_peeked(buffer) if self._peeked else self._decrypt(buffer)
-            if not count:
-                raise BlockingIOError
-        self._is_decrypting = False
-        return count
+            counts.append(count)
+            self._under_way.decrypting = False
 
     def _read(self, buffer: memoryview) -> int:
-        if self._peeked:
-            return self._take_peeked(buffer)
+        if self._decrypted:
+            self._begin_decrypting()
+            count = min(len(buffer), len(self._decrypted))
+            buffer[:count] = self._decrypted[:count]
+            del self._decrypted[:count]
+            return count
         while True:
-            if self._failure is not None:
-                raise _TlsError(self._failure)
+            if self._end:
+                raise _TlsError(self._end)
             count = self._decrypt(buffer)
-            if count or self._has_ended:
+            if count or self._end == "":
                 return count
-            if self._failure is None and not self._fill():
-                self._has_ended = True
-
-    def _take_peeked(self, buffer: memoryview) -> int:
-        self._begin_decrypting()
-        count = min(len(buffer), len(self._peeked))
-        buffer[:count] = self._peeked[:count]
-        del self._peeked[:count]
-        return count
+            if self._end is None and not self._fill():
+                self._end = ""
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """Fill the buffer as far as records have come; sets ``_has_ended`` or ``_failure``."""
+        """Decrypt all records that have come, into the buffer and then into ``_decrypted``.
+
+        Sets ``_end``.
+        """
         filled = 0
         self._begin_decrypting()
         try:
-            while filled < len(buffer) and not self._has_ended and self._failure is None:
+            while self._end is None:
                 rest = buffer[filled:]
-                count: Any = self.session.read(len(rest), rest)
+                if rest:
+                    count: Any = self.session.read(len(rest), rest)
+                    filled += count
+                else:
+                    piece = self.session.read(_RECORD_NBYTES)
+                    count = len(piece)
+                    self._decrypted += piece
                 if not count:
-                    self._has_ended = True
-                filled += count
+                    self._end = ""
         except ssl.SSLWantReadError:
             pass
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-            self._has_ended = True
+            self._end = ""
         except ssl.SSLError as error:
-            self._failure = _reason(error)
+            self._end = _reason(error)
             self.shut_down()  # a thread that sleeps until there is more wakes up
         if self._encrypted.pending:
             with suppress(OSError):  # the next send says so
                 self._flush()  # an answer of TLS itself, or an alert
-        self._is_decrypting = filled > 0
+        self._under_way.decrypting = filled > 0
         return filled
 
     def _begin_decrypting(self) -> None:
-        if self._is_decrypting:
+        if self._under_way.decrypting:
             raise ConnectionError("reading from it was interrupted")
-        self._is_decrypting = True
+        self._under_way.decrypting = True
 
     def _fill(self) -> bool:
         """Take bytes from the socket; False at its end, BlockingIOError if there are none now."""
         if self._records is None:
             # One call of a C function: no interrupt falls between the two ends of it.
-            return any(map(self._received.write, map(self._sock.recv, (_CHUNK_NBYTES,))))
-        piece = self._sock.recv(self._records.wanted_nbytes())
+            return any(map(self._received.write, map(self.sock.recv, (_CHUNK_NBYTES,))))
+        piece = self.sock.recv(self._records.wanted_nbytes())
         if not piece:
             return False
         self._records.count(piece)
@@ -238,33 +218,25 @@ class TlsStream(DescriptorStream):
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def send(self, data: Buffer) -> int:
-        """Send what can be sent now; return how much of it has left, as a socket does.
-
-        Raises:
-            BlockingIOError: Nothing can be sent now.
-        """
-        return self.sendmsg((data,))
-
-    def sendmsg(self, pieces: Sequence[Buffer]) -> int:
-        """Send what can be sent now of a message in pieces; return how much of it has left."""
+    @override
+    def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
         with self._lock:
             count = self._encrypt(pieces)
-        self._is_encrypting = False  # after the lock, with nothing between it and the return
-        return count
+            counts.append(count)
+            self._under_way.encrypting = False
 
     def _encrypt(self, pieces: Sequence[Buffer]) -> int:
         if self._unsent:
             self._flush()
             if self._unsent:
                 raise BlockingIOError
-        if self._is_encrypting:
+        if self._under_way.encrypting:
             raise ConnectionError("sending to it was interrupted")
-        self._is_encrypting = True
+        self._under_way.encrypting = True
         if self._owes_a_byte:
             self._owes_a_byte = False
             return 1
-        chunk = first_bytes(pieces, _CHUNK_NBYTES)
+        chunk = join_first(pieces, _CHUNK_NBYTES)
         if not chunk:
             return 0
         try:
@@ -275,23 +247,30 @@ class TlsStream(DescriptorStream):
         self._owes_a_byte = bool(self._unsent)
         return len(chunk) - self._owes_a_byte
 
-    def sendall(self, data: Buffer) -> None:
-        """Send a short message all at once, as is possible on a new connection."""
-        sent = 0
-        while sent < len(data):
-            sent += self.send(data[sent:])
-
     def _flush(self) -> None:
         """Send encrypted bytes as far as the socket takes them."""
-        if self._is_flushing:
+        if self._under_way.flushing:
             raise ConnectionError("sending to it was interrupted")
-        self._is_flushing = True
+        self._under_way.flushing = True
         if self._encrypted.pending:
             self._unsent = memoryview(bytes(self._unsent) + self._encrypted.read())
         with suppress(BlockingIOError):
             while self._unsent:
-                self._unsent = self._unsent[self._sock.send(self._unsent) :]
-        self._is_flushing = False
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        self._under_way.flushing = False
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """Whether bytes are on their way through OpenSSL to the caller or the socket.
+
+    A thread that finds one of these set knows that another one was interrupted there, and that some
+    bytes are missing.
+    """
+
+    decrypting: bool = False
+    encrypting: bool = False
+    flushing: bool = False
 
 
 class _Records:

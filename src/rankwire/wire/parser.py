@@ -130,7 +130,7 @@ class FrameParser:
         if not counts:
             counts.extend(map(receive_into, (view,)))
         count, ring = counts[0], self.ring
-        if count < HEADER_NBYTES or (ring is not None and ring.has_records()):
+        if count < HEADER_NBYTES or (ring is not None and not ring.is_empty()):
             return False if count else None
         channel, number, group, tag, nbytes = HEADER.unpack_from(buffer)
         if nbytes + HEADER_NBYTES != count or number != sequence or not 0 < channel < FIRST_SPECIAL:

@@ -28,7 +28,10 @@ nothing. What the other process writes is checked like bytes from a network.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from rankwire.errors import ProtocolError
 from rankwire.wire.frames import (
@@ -57,15 +60,17 @@ class RingWriter:
     ring or not at all.
 
     Attributes:
-        words: The words at the start, for code that cannot afford a call. After ``put`` and a
-            memory barrier, such as any lock, check ``words[AWAKE]``: a reader that has stopped
-            polling may have missed the record and must be woken.
+        words: The words at the start.
+        is_polled: Returns whether the reader polls; a C function. Ask after ``put`` and a memory
+            barrier, such as any lock: a reader that has stopped polling may have missed the record
+            and must be woken.
     """
 
-    __slots__ = ("_data", "words")
+    __slots__ = ("_data", "is_polled", "words")
 
     def __init__(self, memory: memoryview) -> None:
-        self.words = memory.cast("Q")
+        self.words = words = memory.cast("Q")
+        self.is_polled: Callable[[], int] = partial(words.__getitem__, AWAKE)
         self._data = memory[_DATA:]
 
     @property
@@ -101,25 +106,28 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end. One reader at a time, except for ``has_records``.
+    """The reading end. One reader at a time, except for ``is_empty``.
 
     Attributes:
-        words: The words at the start, for code that cannot afford a call. The reader sets
-            ``words[AWAKE]`` to 1 when it begins to poll, and to 0 when it stops; then, after a
-            memory barrier, it must look once more. It sets ``words[READ]`` to what ``take`` has
-            returned when the frames are safe.
+        words: The words at the start. The reader sets ``words[READ]`` to what ``take`` has returned
+            when the frames are safe.
+        is_empty: Returns whether there is no record to read.
+        start_polling: Tells the writer that this end polls.
+        stop_polling: Tells the writer that it does not. After a memory barrier the reader must look
+            once more, because the writer may have seen it polling.
+
+    The last three are C functions: a call in Python would cost as much as the look itself.
     """
 
-    __slots__ = ("_data", "words")
+    __slots__ = ("_data", "is_empty", "start_polling", "stop_polling", "words")
 
     def __init__(self, memory: memoryview) -> None:
-        self.words = memory.cast("Q")
+        self.words = words = memory.cast("Q")
         self._data = memory[_DATA:]
-
-    def has_records(self) -> bool:
-        """Return whether there are records to read."""
-        words = self.words
-        return words[WRITTEN] != words[READ]
+        written, read = words[WRITTEN : WRITTEN + 1], words[READ : READ + 1]
+        self.is_empty: Callable[[], bool] = partial(operator.eq, written, read)
+        self.start_polling: Callable[[], None] = partial(words.__setitem__, AWAKE, 1)
+        self.stop_polling: Callable[[], None] = partial(words.__setitem__, AWAKE, 0)
 
     def take(self, place: int, sequence: int, frames: deque[Frame]) -> int:
         """Read the records that come before the stream's frame of a number.

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.transports.listening import ListeningPlace, listen_somewhere
+from rankwire.transports.tcp_stream import ListeningPlace, listen_somewhere
 from worlds import free_port
 
 

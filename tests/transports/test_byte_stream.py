@@ -5,29 +5,29 @@ import socket
 
 import pytest
 
-from rankwire.transports.stream import SocketStream, stream_of
+from rankwire.transports import stream_of
+from rankwire.transports.sockets import SocketStream
 from worlds import PATIENCE
 
 
 @pytest.fixture
 def streams(sockets):
-    return [SocketStream(sock) for sock in sockets]
+    return [stream_of(sock) for sock in sockets]
 
 
 def test_the_methods_that_carry_bytes_are_those_of_the_socket(streams, sockets):
     """One call of a C function: no interrupt falls between the bytes and the count of them."""
     near, _ = streams
-    for name in ("send", "sendmsg", "recv_into"):
+    for name in ("send", "recv_into"):
         assert getattr(near, name) == getattr(sockets[0], name)
         assert type(getattr(near, name)).__name__ == "builtin_function_or_method"
-    assert (near.write, near.read, near.recv_pending) == (None, None, None)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
 def test_a_stream_says_how_it_is_carried(streams, transport):
     near, _ = streams
     assert near.transport == transport
-    assert (near.tcp_info() is None) == (transport == "unix")
+    assert (near.unacknowledged() is None) == (transport == "unix")
 
 
 @pytest.mark.parametrize("transport", ["unix"], indirect=True)
@@ -40,39 +40,39 @@ def test_what_is_peeked_stays(streams):
     with pytest.raises(BlockingIOError):
         far.peek(10)
     near.send(b"hello")
-    assert far.wait_readable(PATIENCE)
+    assert far.wait(PATIENCE)
     assert [far.peek(3), far.peek(10)] == [b"hel", b"hello"]
     near.shut_down()
     buffer = bytearray(10)
     assert far.recv_into(memoryview(buffer)) == 5
-    assert far.wait_readable(PATIENCE)
+    assert far.wait(PATIENCE)
     assert far.peek(1) == b""
 
 
 def test_a_wait_ends_with_its_time_or_what_comes_beside(streams, sockets):
     near, _ = streams
-    assert not near.wait_readable(0.01)
-    assert near.wait_writable(PATIENCE)
+    assert not near.wait(0.01)
+    assert near.wait(PATIENCE, to_write=True)
     while True:
         try:
             near.send(bytes(1 << 16))
         except BlockingIOError:
             break
     assert near.unsent_nbytes() > 0
-    assert not near.wait_writable(0.01)
+    assert not near.wait(0.01, to_write=True)
     other, beside = socket.socketpair()
     closed = socket.socket()
     closed.close()
     with other, beside:
         beside.send(b"x")
-        assert not near.wait_writable(PATIENCE, [SocketStream(other), SocketStream(closed)])
+        assert not near.wait(PATIENCE, [stream_of(other), stream_of(closed)], to_write=True)
 
 
 def test_shutting_down_twice_is_harmless(streams):
     near, far = streams
     near.shut_down()
     near.shut_down()
-    assert far.wait_readable(PATIENCE)
+    assert far.wait(PATIENCE)
     near.close()
     assert near.fileno() == -1
 

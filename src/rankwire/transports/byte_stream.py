@@ -1,0 +1,234 @@
+"""Byte streams: what a connection needs of a transport, and what a listener gives it.
+
+A new transport is one file with a subclass of ``ByteStream``, one of ``Listener``, and a row in the
+table of ``rankwire.transports``. It knows neither frames nor ranks. CONTRIBUTING says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from termios import FIONREAD
+from typing import Literal, Protocol
+
+from rankwire import runtime
+from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer
+
+# Which other processes could read or change the bytes: none but those of this user; those of this
+# host; any on the way.
+Exposure = Literal["none", "loopback", "network"]
+# What ``Spin.finds`` takes: asks whether there is input, what it returns while there is none, what
+# to call first; and the first two again, for a question that is asked one time in eight. All of
+# them are C functions: one in Python would cost as much as the look itself.
+Look = tuple[
+    Callable[[], object],
+    object,
+    Callable[[], object],
+    Callable[[], object] | None,
+    object,
+]
+NOTHING_TO_READ = bytes(4)  # what FIONREAD returns
+
+
+class Pollable(Protocol):
+    """A socket, or a stream around one."""
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 if there is none."""
+
+
+class ByteStream:
+    """A connected stream of bytes, both ways. One reader and one writer at a time.
+
+    A subclass has at least ``read``, ``write``, ``peek``, ``fileno``, ``shut_down`` and ``close``,
+    and sets ``look`` if it can be polled (``look_at``). Only ``wait`` sleeps.
+
+    A signal may end a thread between any two bytecodes, and bytes must be neither lost nor doubled
+    then. So ``read`` and ``write`` append the number of bytes to a list, and a byte counts as read
+    or written from that moment on.
+
+    Attributes:
+        transport: The scheme, for errors and statistics.
+        exposure: Decides whether frames are sealed, and whether TLS is used.
+        binding: What the handshake is bound to: a hash of the listener's certificate, if any.
+        buffer_nbytes: How much is best read at once.
+        has_pending: Whether ``read`` has more at once, which no poller sees.
+        hides_input: Whether input may come that the descriptor does not show; then a thread calls
+            ``before_sleep`` before it waits for the descriptor.
+        look: How to poll it, for ``Spin.finds``.
+        recv_into: A C function that reads and returns the number of bytes, if there is one. A
+            connection then calls it in place of ``read``, and notes the number in the same step:
+            ``counts.extend(map(stream.recv_into, (view,)))``. ``read`` in Python around the same
+            call costs 0.1 us more for every small frame.
+        send: The same for ``write``.
+    """
+
+    __slots__ = ()
+
+    transport: str = ""
+    exposure: Exposure = "network"
+    binding: bytes = b""
+    buffer_nbytes = DEFAULT_BUFFER_NBYTES
+    has_pending: bool = False
+    hides_input: bool = False
+    look: Look = (bool, False, bool, None, None)
+    recv_into: Callable[[memoryview], int] | None = None
+    send: Callable[[Buffer], int] | None = None
+
+    def read(self, buffer: memoryview, counts: list[int]) -> None:
+        """Fill the beginning of a buffer and append how much; 0 at the end of the stream.
+
+        Raises:
+            BlockingIOError: There is nothing to read now.
+            OSError: The stream has failed.
+        """
+        raise NotImplementedError
+
+    def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
+        """Take the beginning of several pieces and append how much.
+
+        Raises:
+            BlockingIOError: Nothing can be written now.
+            OSError: The stream has failed.
+        """
+        raise NotImplementedError
+
+    def wait(
+        self, seconds: float, beside: Sequence[ByteStream] = (), *, to_write: bool = False
+    ) -> bool:
+        """Sleep until there is something to read, the end included, or something can be written.
+
+        Returns False after so many seconds, or as soon as a stream ``beside`` it can be read.
+        """
+        if not to_write and self.before_sleep():
+            return True
+        if any(other.before_sleep() for other in beside):
+            return False
+        numbers = [number for other in beside if (number := other.fileno()) >= 0]
+        event = runtime.POLLOUT if to_write else runtime.POLLIN
+        return wait_for(self, event, seconds, numbers) != 0
+
+    def before_sleep(self) -> bool:
+        """Have all later input show at the descriptor; return whether there is hidden input now."""
+        return False
+
+    def peek(self, nbytes: int) -> bytes:
+        """Return the beginning of what is there to read, and leave it; empty at the end.
+
+        Raises as ``read`` does.
+        """
+        raise NotImplementedError
+
+    def fileno(self) -> int:
+        """Return the descriptor for pollers; -1 if there is none."""
+        return -1
+
+    def shut_down(self) -> None:
+        """End both directions: threads that wait wake up. Idempotent; safe from any thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release the resources. Only when no thread uses it any more."""
+        raise NotImplementedError
+
+    # -- facts that only some transports know ------------------------------------------------------
+
+    def unsent_nbytes(self) -> int:
+        """Return how many bytes have been written that the other end has not taken."""
+        return 0
+
+    def unacknowledged(self) -> tuple[int, int] | None:
+        """Return how many segments are under way, and the age of the last answer in ms.
+
+        None if that is not known, or the stream is closed.
+        """
+        return None
+
+    def peer_pid(self) -> int:
+        """Return the process at the other end, as the kernel reports it; 0 if it does not."""
+        return 0
+
+    # -- for handshakes, before there are frames ---------------------------------------------------
+
+    def shake_hands(self) -> bool:
+        """Continue a handshake of the stream itself; False if the other end has to answer first.
+
+        Raises:
+            AuthenticationError: One end does not accept the other.
+            OSError: The connection has ended.
+        """
+        return True
+
+    def receive(self, nbytes: int) -> bytes:
+        """Return up to ``nbytes``; raises as ``read`` does. Takes nothing beyond them."""
+        buffer, counts = bytearray(nbytes), list[int]()
+        self.read(memoryview(buffer), counts)
+        return bytes(buffer[: counts[0]])
+
+    def send_all(self, data: bytes) -> None:
+        """Write a short message at once, as is possible on a new connection."""
+        sent = list[int]()
+        while sum(sent) < len(data):
+            self.write((data[sum(sent) :],), sent)
+
+
+def look_at(descriptor: int) -> Look:
+    """Return how to ask a descriptor whether it has bytes to read.
+
+    A read that fails costs an exception, 0.9 us more, and the byte that comes meanwhile is noticed
+    that much later. The end of the stream is not seen this way.
+    """
+    ask = partial(runtime.ioctl, descriptor, FIONREAD, NOTHING_TO_READ)
+    return ask, NOTHING_TO_READ, bool, None, None
+
+
+class Listener(Protocol):
+    """Where other processes connect to."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a connection waits to be accepted."""
+
+    def accept(self) -> ByteStream:
+        """Return the next connection.
+
+        Raises:
+            BlockingIOError: There is none now.
+            ConnectionError: The one that waited is gone, or must not connect.
+            OSError: No connection can be accepted now.
+        """
+
+    def close(self) -> None:
+        """Stop listening."""
+
+
+def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequence[int] = ()) -> int:
+    """Sleep until the socket has one of the ``POLL*`` events; return those it has.
+
+    Returns 0 after ``seconds``, or when one of the other descriptors is readable.
+    """
+    poller = runtime.poll()
+    for other in also_readable:
+        poller.register(other, runtime.POLLIN)
+    descriptor = sock.fileno()
+    if descriptor < 0:
+        return events  # it was closed meanwhile; its next use raises
+    also_input = runtime.POLLIN if descriptor in also_readable else 0
+    poller.register(descriptor, events | also_input)
+    # Rounded up: poll(0) for the last fraction of a millisecond would spin.
+    for ready, which in poller.poll(int(seconds * 1000.0) + 1 if seconds > 0 else 0):
+        if ready == descriptor:
+            return which if events & runtime.POLLIN else which & ~runtime.POLLIN
+    return 0
+
+
+def join_first(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
+    """Return the beginning of a message in one piece, not copied if it is in one."""
+    views: list[memoryview] = []
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes:
+            views.append(view.cast("B")[:nbytes])
+            nbytes -= len(views[-1])
+            if not nbytes:
+                break
+    return views[0] if len(views) == 1 else b"".join(views)
