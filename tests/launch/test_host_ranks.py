@@ -27,7 +27,7 @@ def ranks(tmp_path: Path):
     ):
         output = Output(selector)
         options = RunOptions([str(tmp_path / "script.py")], ranks=2, grace=0.1)
-        local = HostRanks(options, Loop(selector, list, output), reaper, subreaper)
+        local = HostRanks(options, Loop(selector, list, output), subreaper)
         local.start(WORLD, 0)
         yield local
         local.close()
@@ -40,5 +40,5 @@ def test_ranks_that_are_slow_to_die_can_be_killed_again(ranks, monkeypatch):
     ranks.kill()
     ranks.kill()
     assert (ranks.stopped, ranks.killed) == ([], [0, 1])
-    said = bytes(ranks._output._stderr.pending)
+    said = bytes(ranks._loop.output._stderr.pending)
     assert b"killed already, but blocked in the kernel: ranks 0, 1\n" in said

@@ -123,7 +123,7 @@ def test_ranks_wait_for_an_output_without_a_reader(harness):
 def test_the_rest_is_taken_without_waiting(harness):
     out, _ = harness.attach(0)
     os.write(out, b"a\nb")  # and never closed
-    harness.output.take_rest()
+    harness.output.detach()
     harness.turn()
     assert harness.read() == "[rank 0] a\n[rank 0] b\n"
 
@@ -169,7 +169,7 @@ def test_what_stderr_did_not_take_is_said_on_stdout(harness):
 
 def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path):
     harness = Harness(log_dir=tmp_path)
-    harness.output._logs._files[0] = open("/dev/full", "wb", buffering=0)
+    harness.output.logs._files[0] = open("/dev/full", "wb", buffering=0)
     out, err = harness.attach(0)
     os.write(out, b"a\n")
     harness.turn()
@@ -224,7 +224,7 @@ def test_ranks_that_end_with_the_same_error_are_named_if_the_launcher_says_nothi
     for rank in range(2):
         os.write(harness.attach(rank)[1], ERROR)
         harness.turn()
-    harness.output.take_rest()
+    harness.output.detach()
     harness.turn()
     lines = harness.read(1).splitlines()
     assert lines[3:] == ["rankwire: rank 1 ended with the same error as rank 0"]
@@ -241,11 +241,11 @@ def test_an_error_that_another_rank_has_printed_is_printed_later_if_the_rank_goe
         os.write(harness.attach(rank)[1], ERROR)
         harness.turn()
     assert "[rank 1]" not in harness.read(1)
-    harness.output.release_held()
+    harness.output.refresh()
     harness.turn()
     assert harness.read(1) == ""
     now[0] += 2.0
-    harness.output.release_held()
+    harness.output.refresh()
     harness.turn()
     assert harness.read(1).splitlines() == [
         f"[rank 1] {line}" for line in ERROR.decode().splitlines()
@@ -257,7 +257,7 @@ def test_a_rank_that_is_restarted_prints_the_error_of_another_again(harness):
         harness.output.detach(rank)
         os.write(harness.attach(rank)[1], ERROR)
         harness.turn()
-    harness.output.take_rest()
+    harness.output.detach()
     harness.turn()
     assert harness.read(1).count("[rank 1] ValueError: no") == 1
 
@@ -271,7 +271,7 @@ def test_a_rank_that_ends_while_another_prints_the_same_error_is_compared_with_a
     harness.turn()
     os.write(first, ERROR[50:])
     harness.turn()
-    harness.output.release_held()
+    harness.output.refresh()
     harness.output.say("done")
     harness.turn()
     lines = [f"[rank 0] {line}" for line in ERROR.decode().splitlines()]

@@ -50,7 +50,7 @@ def start_daemon() -> int:
 
 def test_an_orphan_is_found_ended_and_collected(bystander, subreaper):
     """And a child that was there before is left alone."""
-    told = subreaper._reaper
+    told = subreaper.reaper
     pid = start_daemon()
     subreaper.collect(())
     assert subreaper.find(()) == told.adopted == [pid]

@@ -27,8 +27,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
 from rankwire.launch.launched_rank import JobSettings, LaunchedRank
 from rankwire.launch.loop import Loop
-from rankwire.launch.process import Ending, OomCounter, Terminal
-from rankwire.launch.reaper import Reaper
+from rankwire.launch.process import Ending, OomCounter
 from rankwire.launch.run_options import RunOptions
 from rankwire.launch.subreaper import Subreaper
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
@@ -49,32 +48,26 @@ class _Phase(Enum):
 
 
 class HostRanks:
-    """Start, watch and end the processes of this host's ranks. For one thread.
+    """Start, watch and end the processes of this host's ranks. For one thread."""
 
-    Size: of its attributes ten are its arguments and their parts.
-    """
-
-    def __init__(
-        self, options: RunOptions, loop: Loop, reaper: Reaper, subreaper: Subreaper
-    ) -> None:
-        self.count = options.ranks
+    def __init__(self, options: RunOptions, loop: Loop, subreaper: Subreaper) -> None:
         self.ranks = range(0)
         self.stopped: list[int] = []
         self.killed: list[int] = []
         self.on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
         self._options = options
-        self._selector = loop.selector
-        self._output = loop.output
-        self._reaper = reaper
+        self._loop = loop
         self._subreaper = subreaper
-        self._terminal = Terminal()
         self._world: JobSettings | None = None
-        self._stays = False
         self._memory = OomCounter()
         self._children: list[LaunchedRank] = []
         self._phase = _Phase.IDLE
-        self._kill_at = math.inf
-        self._clear_until = math.inf
+        self._due = math.inf  # when to kill what is left, in STOPPING and CLEARING
+
+    @property
+    def count(self) -> int:
+        """The number of ranks on this host."""
+        return self._options.ranks
 
     def start(self, world: JobSettings, first_rank: int) -> None:
         """Start all ranks, numbered from ``first_rank``.
@@ -90,15 +83,16 @@ class HostRanks:
         self._children = []
         self.stopped, self.killed = [], []
         self.ranks = range(first_rank, first_rank + self.count)
-        self._kill_at = math.inf
+        self._due = math.inf
         self._phase = _Phase.RUNNING
-        self._world, self._stays = world, world.stays
+        self._world = world
         for rank in self.ranks:
             self._start(rank, world)
 
     def _start(self, rank: int, world: JobSettings, incarnation: int = 0) -> None:
+        logs = self._loop.output.logs
         try:
-            with self._reaper.new_leash() as leash:
+            with self._subreaper.reaper.new_leash() as leash:
                 child = LaunchedRank(
                     rank,
                     world,
@@ -106,21 +100,19 @@ class HostRanks:
                     incarnation=incarnation,
                     debugged=self._options.debugged,
                     tls_dir=self._options.tls_dir,
-                    log_file=self._output.log_of(rank),
+                    log_file=None if logs is None else logs.path_of(rank),
                     leash=leash,
                 )
                 self._children.append(child)
-                self._reaper.watch(child.pid, leash)
+                self._subreaper.reaper.watch(child.pid, leash)
         except OSError as error:
             hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
             raise ConfigurationError(
                 f"rank {rank} cannot be started: {error.strerror}{hint}"
             ) from error
-        child.serve(self._selector)
-        if child.has_terminal:
-            self._terminal.give(child.pid)
-        else:
-            self._output.attach(rank, *child.pipes)
+        child.serve(self._loop.selector)
+        if child.pipes:
+            self._loop.output.attach(rank, *child.pipes)
 
     def restart(self, rank: int, incarnation: int) -> None:
         """Restart a rank that has ended, and kill what is left of its process group.
@@ -132,10 +124,10 @@ class HostRanks:
             return
         assert self._world is not None
         (old,) = (child for child in self._children if child.rank == rank)
-        self._output.detach(rank)
+        self._loop.output.detach(rank)
         old.send_group(signal.SIGKILL)
         old.reap()
-        self._reaper.forget(old.pid)
+        self._subreaper.reaper.forget(old.pid)
         self._children.remove(old)
         self._start(rank, self._world, incarnation)
 
@@ -147,7 +139,8 @@ class HostRanks:
 
     def release(self) -> None:
         """Allow no further restart, so that this is over when all ranks have ended."""
-        self._stays = False
+        if self._world is not None:
+            self._world = replace(self._world, stays=False)
 
     @property
     def alive(self) -> list[int]:
@@ -164,7 +157,7 @@ class HostRanks:
         """Seconds until ``look`` must be called at the latest."""
         if self._phase is _Phase.CLEARING:
             return _POLL
-        return self._kill_at - REAL_TIME.now()
+        return self._due - REAL_TIME.now()
 
     def ending_of(self, rank: int) -> str:
         """Return how the process of a rank ended; empty if that is not known. Thread-safe."""
@@ -175,7 +168,7 @@ class HostRanks:
 
     def errors_of(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote to stderr."""
-        return self._output.last_errors(rank)
+        return self._loop.output.last_errors(rank)
 
     def look(self) -> None:
         """Notice ranks that ended, kill those that did not end in time, end what they left."""
@@ -183,9 +176,10 @@ class HostRanks:
             return
         self._check_children()
         self._subreaper.collect(self._groups)
-        if REAL_TIME.now() >= self._kill_at:
+        if self._phase is _Phase.STOPPING and REAL_TIME.now() >= self._due:
             self.kill()
-        is_waiting = self._stays and self._phase is _Phase.RUNNING
+        assert self._world is not None
+        is_waiting = self._world.stays and self._phase is _Phase.RUNNING
         if self._phase is not _Phase.CLEARING and not self.alive and not is_waiting:
             self._begin_clearing()
         if self._phase is _Phase.CLEARING:
@@ -197,9 +191,9 @@ class HostRanks:
             return
         self._check_children()  # a rank that ended before this ended by itself
         self._phase = _Phase.STOPPING
-        self._kill_at = REAL_TIME.now() + self._options.grace
+        self._due = REAL_TIME.now() + self._options.grace
         if number == signal.SIGINT:
-            self._output.fold_interrupts()
+            self._loop.output.fold_interrupts()
         for child in self._children:
             if child.ending is None:
                 self.stopped.append(child.rank)
@@ -209,10 +203,9 @@ class HostRanks:
         """Kill all that is left."""
         if self._phase is _Phase.RUNNING:
             self.stop(signal.SIGTERM)
-        self._kill_at = math.inf
-        self._clear_until = -math.inf
+        self._due = -math.inf if self._phase is _Phase.CLEARING else math.inf
         if blocked := [rank for rank in self.alive if rank in self.killed]:
-            self._output.say(
+            self._loop.output.say(
                 f"killed already, but blocked in the kernel: {name_ranks(blocked)}", "bold yellow"
             )
         for child in self._children:
@@ -226,7 +219,6 @@ class HostRanks:
         """Kill the ranks that are left. Idempotent."""
         for child in self._children:
             child.close()
-        self._terminal.take_back()
 
     @property
     def _groups(self) -> set[int]:
@@ -237,8 +229,6 @@ class HostRanks:
             ending = child.check()
             if ending is None:
                 continue
-            if child.has_terminal:
-                self._terminal.take_back()
             by_itself = self._phase is _Phase.RUNNING
             if by_itself and ending.signal == signal.SIGKILL and self._memory.has_grown():
                 ending = child.ending = replace(ending, is_oom=True)
@@ -246,7 +236,7 @@ class HostRanks:
 
     def _begin_clearing(self) -> None:
         self._phase = _Phase.CLEARING
-        self._clear_until = REAL_TIME.now() + self._options.grace if not self.killed else -math.inf
+        self._due = -math.inf if self.killed else REAL_TIME.now() + self._options.grace
         number = signal.SIGKILL if self.killed else signal.SIGTERM
         for child in self._children:
             child.send_group(number)
@@ -255,7 +245,7 @@ class HostRanks:
 
     def _clear(self) -> None:
         left = [child for child in self._children if child.has_group()]
-        if (left or self._subreaper.find(self._groups)) and REAL_TIME.now() < self._clear_until:
+        if (left or self._subreaper.find(self._groups)) and REAL_TIME.now() < self._due:
             return
         for child in left:
             child.send_group(signal.SIGKILL)
@@ -263,7 +253,7 @@ class HostRanks:
             if not self._subreaper.send(signal.SIGKILL, self._groups):
                 break
         for child in self._children:
-            self._reaper.forget(child.pid)
-        self._output.take_rest()
+            self._subreaper.reaper.forget(child.pid)
+        self._loop.output.detach()
         sweep_socket_files()  # killed ranks could not remove their own
-        self._phase = _Phase.OVER
+        self._phase, self._due = _Phase.OVER, math.inf

@@ -11,7 +11,7 @@ from pathlib import Path
 from rankwire import runtime
 from rankwire.backends import connect
 from rankwire.environment import DEBUG_RANK, RANK
-from rankwire.launch.process import BREAKPOINT_HOOK, Ending, Process
+from rankwire.launch.process import BREAKPOINT_HOOK, Ending, Process, Terminal
 from rankwire.observe import tracebacks
 from rankwire.override import override
 from rankwire.rendezvous import schedulers
@@ -101,6 +101,9 @@ class LaunchedRank(Process):
             self._secret.close()
             raise
         self._secret.theirs.close()
+        self._terminal = Terminal()
+        if has_terminal:
+            self._terminal.give(self.pid)
 
     def serve(self, selector: runtime.BaseSelector) -> None:
         """Send it the secret on request; the owner of the selector calls ``key.data()``."""
@@ -110,6 +113,7 @@ class LaunchedRank(Process):
     def check(self) -> Ending | None:
         ending = super().check()
         if ending is not None:
+            self._terminal.take_back()
             self._secret.close()  # its process id may soon be reused
         return ending
 
@@ -117,6 +121,7 @@ class LaunchedRank(Process):
     def close(self) -> None:
         self._secret.close()
         super().close()
+        self._terminal.take_back()
 
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:

@@ -158,3 +158,31 @@ class ProgressLines:
         printed, self._printed = self._printed, []
         count = len(printed)
         return [line for line in lines[:count] if line not in printed] + lines[count:]
+
+
+class StreamLines:
+    """Split one output stream of a rank into the lines to print. For one thread.
+
+    Args:
+        redraws: Whether the caller redraws ``rows``; else they become a line every few seconds.
+
+    Attributes:
+        rows: The current progress rows, if they are redrawn.
+    """
+
+    def __init__(self, *, redraws: bool = False) -> None:
+        self.rows: list[bytes] = []
+        self._splitter = LineSplitter()
+        self._progress = None if redraws else ProgressLines()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that ``data`` completes; the last ones if it is empty."""
+        lines = self._splitter.feed(data) if data else self._splitter.finish()
+        return lines if self._progress is None else self._progress.unprinted(lines)
+
+    def due(self, now: float) -> list[bytes]:
+        """Return progress rows that are printed as lines now, or renew ``rows``."""
+        if self._progress is not None:
+            return self._progress.due(self._splitter.progress, now)
+        self.rows = self._splitter.progress
+        return []

@@ -54,7 +54,7 @@ class LogFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path.absolute()
         self._files: dict[int, BinaryIO] = {}
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,6 +63,10 @@ class LogFolder:
         except OSError as error:
             raise ConfigurationError(f"--log-dir {path}: {error.strerror}") from error
 
+    def path_of(self, rank: int) -> Path:
+        """Return the absolute path of a rank's log."""
+        return self._path / f"rank_{rank}.log"
+
     def open(self, rank: int) -> BinaryIO:
         """Return the log of a rank, empty at first; the same one after a restart.
 
@@ -70,13 +74,11 @@ class LogFolder:
             ConfigurationError: It cannot be created, or something else has its name.
         """
         if rank not in self._files:
-            name = f"rank_{rank}.log"
+            path = self.path_of(rank)
             try:
-                descriptor = self._create(name)
+                descriptor = self._create(path.name)
             except OSError as error:
-                raise ConfigurationError(
-                    f"the log {self._path / name}: {error.strerror}"
-                ) from error
+                raise ConfigurationError(f"the log {path}: {error.strerror}") from error
             self._files[rank] = os.fdopen(descriptor, "wb", buffering=0)
         return self._files[rank]
 

@@ -52,8 +52,7 @@ class Loop:
             if number in STOPPING and REAL_TIME.now() - self._received_at >= _ECHO:
                 self._received_at = REAL_TIME.now()
                 asked.append(number)
-        self.output.release_held()
-        self.output.show_progress()
+        self.output.refresh()
         self.on_turn()
         return asked
 

@@ -20,7 +20,7 @@ from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.launch.logfiles import Log, LogFolder
-from rankwire.launch.output_streams import OutputQueue, RankOutput
+from rankwire.launch.output_streams import HeldErrors, OutputQueue, RankOutput
 from rankwire.launch.stderr_filters import PrintedErrors, RepeatFilter
 from rankwire.texts import name_ranks
 
@@ -61,8 +61,7 @@ class Output:
         self._selector = selector
         self._has_prefix = has_prefix
         self._has_status = has_status
-        self._log_dir = log_dir
-        self._logs = LogFolder(log_dir) if log_dir is not None else None
+        self.logs = LogFolder(log_dir) if log_dir is not None else None
         self._stdout = OutputQueue(sys.stdout, 1)
         self._stderr = OutputQueue(sys.stderr, 2)
         if self._stderr.is_terminal and _are_one_file(1, 2):
@@ -73,15 +72,14 @@ class Output:
         self._streams: list[RankOutput] = []
         self._errors: dict[int, RankOutput] = {}
         self._printed = PrintedErrors() if folds_repeats else None
-        self._holding: dict[RankOutput, None] = {}  # that hold back an error
-        self._repeats: dict[int, list[int]] = {}  # by the rank that printed their error
+        self._held = HeldErrors(self._errors)
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both pipes of a rank from now on, and close them at their end."""
         log = None
-        if self._logs is not None:
-            named = f"the log of rank {rank}, {self.log_of(rank)},"
-            log = Log(self._logs.open(rank), named, self.say)
+        if self.logs is not None:
+            named = f"the log of rank {rank}, {self.logs.path_of(rank)},"
+            log = Log(self.logs.open(rank), named, self.say)
         for pipe, queue in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
@@ -101,10 +99,19 @@ class Output:
         for stream in self._errors.values():
             stream.fold_interrupts()
 
-    def detach(self, rank: int) -> None:
-        """Read the rest of the pipes of a rank that has ended, and close them."""
-        for stream in [stream for stream in self._streams if stream.rank == rank]:
-            self._take_rest_of(stream)
+    def detach(self, rank: int | None = None) -> None:
+        """Read what the pipes of a rank, or of all, hold now and close them: the ranks have ended.
+
+        A process that left its rank's session may keep a pipe open without end.
+        """
+        for stream in [stream for stream in self._streams if rank in (None, stream.rank)]:
+            # 16 reads empty the largest pipe that an unprivileged process can make.
+            for _ in range(16):
+                if not stream.read():
+                    break
+            self._end(stream)
+        if rank is None:
+            self._name_repeats()
 
     def say(self, text: str, style: str = "bold") -> None:
         """Print a line of the launcher itself to stderr."""
@@ -138,26 +145,11 @@ class Output:
         """Whether the last lines of ``rank`` on stderr are probably still on the screen."""
         return rank in self._errors and self._errors[rank].is_in_view
 
-    def log_of(self, rank: int) -> Path | None:
-        """Return the absolute path of a rank's log; None without logs."""
-        return None if self._log_dir is None else (self._log_dir / f"rank_{rank}.log").absolute()
-
-    def take_rest(self) -> None:
-        """Read what the pipes hold now and close them, when all ranks have ended.
-
-        A process that left its rank's session may keep a pipe open without end.
-        """
-        for stream in list(self._streams):
-            self._take_rest_of(stream)
-        self._name_repeats()
-
-    def release_held(self) -> None:
-        """Print errors that were held back long enough; called every turn."""
-        for stream in list(self._holding):
-            self._settle(stream)
-
-    def show_progress(self) -> None:
-        """Show the current progress rows of the ranks; called every turn."""
+    def refresh(self) -> None:
+        """Print errors that were held back long enough, and progress rows; called every turn."""
+        for stream in self._held.streams():
+            self._held.settle(stream)
+            self._balance(stream.queue)
         if REAL_TIME.now() < self._progress_at:
             return
         self._progress_at = REAL_TIME.now() + _PROGRESS_EVERY
@@ -169,18 +161,12 @@ class Output:
 
     def _name_repeats(self) -> None:
         """Name the ranks whose last error was not printed because another rank printed it."""
-        for stream in [stream for stream in self._holding if stream.pipe.closed]:
-            self._settle(stream, waits=False)
-        repeats, self._repeats = self._repeats, {}
-        for other, ranks in repeats.items():
+        for stream in self._held.streams():
+            if stream.pipe.closed:
+                self._held.settle(stream, waits=False)
+                self._balance(stream.queue)
+        for other, ranks in self._held.take_same().items():
             self.say(f"{name_ranks(sorted(ranks))} ended with the same error as rank {other}")
-
-    def _take_rest_of(self, stream: RankOutput) -> None:
-        # 16 reads empty the largest pipe that an unprivileged process can make.
-        for _ in range(16):
-            if not stream.read():
-                break
-        self._end(stream)
 
     @property
     def stdout_trouble(self) -> OSError | None:
@@ -213,8 +199,8 @@ class Output:
         """Close pipes and logs. Idempotent."""
         for stream in list(self._streams):
             self._end(stream)
-        if self._logs is not None:
-            self._logs.close()
+        if self.logs is not None:
+            self.logs.close()
 
     def _read(self, stream: RankOutput) -> None:
         if stream.is_paused:
@@ -222,7 +208,7 @@ class Output:
         if stream.read() == 0:
             self._end(stream)
         elif stream.repeats is not None and stream.repeats.is_holding:
-            self._holding[stream] = None
+            self._held.add(stream)
         self._balance(stream.queue)
 
     def _write(self, queue: OutputQueue) -> None:
@@ -234,18 +220,7 @@ class Output:
         if not stream.is_paused:
             self._selector.unregister(stream.pipe)
         stream.finish()
-        self._settle(stream)
-
-    def _settle(self, stream: RankOutput, *, waits: bool = True) -> None:
-        """Print what a stream holds back, or note the rank that printed the same error."""
-        if stream.settle(waits=waits):
-            self._holding.pop(stream, None)
-            other = None if stream.repeats is None else stream.repeats.same_as
-            if other is not None:
-                stream.last_line = self._errors[other].last_line
-                self._repeats.setdefault(other, []).append(stream.rank)
-        else:
-            self._holding[stream] = None
+        self._held.settle(stream)
         self._balance(stream.queue)
 
     def _balance(self, queue: OutputQueue) -> None:

@@ -8,10 +8,9 @@ Nothing here blocks; ``Output`` says when to read and write.
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, TextIO
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from rich.text import Text
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
-from rankwire.launch.lines import LineSplitter, ProgressLines
+from rankwire.launch.lines import StreamLines
 from rankwire.launch.logfiles import Log
 from rankwire.launch.stderr_filters import InterruptFilter, RepeatFilter
 
@@ -217,17 +216,15 @@ class RankOutput:
         self.rank = rank
         self.pipe = pipe
         self.queue = queue
-        self._progress = None if redraws else ProgressLines()
+        self._lines = StreamLines(redraws=redraws)
         self._rows: list[bytes] = []  # that the queue shows now
         self.is_paused = False
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._prefix = prefix
         self._log = log
         self.last_line = 0
-        self._splitter = LineSplitter()
         self._fold: InterruptFilter | None = None
         self.repeats: RepeatFilter | None = None
-        self.held_until = -math.inf
 
     def fold_interrupts(self) -> None:
         """Shorten the traceback of an interrupt to one line from now on."""
@@ -241,23 +238,21 @@ class RankOutput:
             return None
         if self._log is not None:
             self._log.write(data)
-        self._put(self._splitter.feed(data) if data else self._splitter.finish())
+        self._put(self._lines.feed(data))
         self.show_progress()
         return len(data)
 
     def show_progress(self) -> None:
         """Show the rank's progress rows, if they are due."""
-        rows = self._splitter.progress
-        if self._progress is not None:
-            self._write(_decoded(self._progress.due(rows, REAL_TIME.now())))
-        elif rows != self._rows:
-            self._rows = rows
-            where = self.pipe.fileno()
-            self.queue.set_progress(self.rank, where, [self._prefix + row for row in rows])
+        self._write(_decoded(self._lines.due(REAL_TIME.now())))
+        if self._lines.rows != self._rows:
+            self._rows = self._lines.rows
+            rows = [self._prefix + row for row in self._rows]
+            self.queue.set_progress(self.rank, self.pipe.fileno(), rows)
 
     def finish(self) -> None:
         """Queue an unfinished last line, and close the pipe."""
-        self._put(self._splitter.finish())
+        self._put(self._lines.feed(b""))
         self.show_progress()
         if self._fold is not None:
             self._show(self._fold.finish())
@@ -274,7 +269,7 @@ class RankOutput:
         """
         if self.repeats is None:
             return True
-        waits = waits and REAL_TIME.now() < self.held_until
+        waits = waits and REAL_TIME.now() < self.repeats.held_until
         if self.pipe.closed:
             self._write(self.repeats.finish(waits=waits))
         elif not waits:
@@ -282,10 +277,8 @@ class RankOutput:
         return not self.repeats.is_holding
 
     def _put(self, lines: list[bytes]) -> None:
-        self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in _decoded(lines[-_TAIL_LINES:]))
-        if self._progress is not None:
-            lines = self._progress.unprinted(lines)
         texts = _decoded(lines)
+        self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
         self._show(texts if self._fold is None else self._fold.feed(texts))
 
     def _show(self, texts: list[str]) -> None:
@@ -293,7 +286,7 @@ class RankOutput:
             was_holding = self.repeats.is_holding
             texts = self.repeats.feed(texts)
             if self.repeats.is_holding and not was_holding:
-                self.held_until = REAL_TIME.now() + _HOLD
+                self.repeats.held_until = REAL_TIME.now() + _HOLD
         self._write(texts)
 
     def _write(self, texts: list[str]) -> None:
@@ -305,6 +298,43 @@ class RankOutput:
     def is_in_view(self) -> bool:
         """Whether the last line is probably still on the screen."""
         return self.queue.lines - self.last_line < _SCREEN_LINES
+
+
+class HeldErrors:
+    """The streams that hold back an error, and the ranks that ended with another rank's.
+
+    Args:
+        errors: The stderr of each rank.
+    """
+
+    def __init__(self, errors: Mapping[int, RankOutput]) -> None:
+        self._errors = errors
+        self._holding: dict[RankOutput, None] = {}
+        self._same: dict[int, list[int]] = {}  # by the rank that printed their error
+
+    def add(self, stream: RankOutput) -> None:
+        """Note that a stream holds back an error."""
+        self._holding[stream] = None
+
+    def streams(self) -> list[RankOutput]:
+        """Return the streams that hold back an error."""
+        return list(self._holding)
+
+    def settle(self, stream: RankOutput, *, waits: bool = True) -> None:
+        """Print what a stream holds back, or note the rank that printed the same error."""
+        if not stream.settle(waits=waits):
+            self.add(stream)
+            return
+        self._holding.pop(stream, None)
+        other = None if stream.repeats is None else stream.repeats.same_as
+        if other is not None:
+            stream.last_line = self._errors[other].last_line
+            self._same.setdefault(other, []).append(stream.rank)
+
+    def take_same(self) -> dict[int, list[int]]:
+        """Return, once, the ranks that ended with the error of another rank, by that rank."""
+        same, self._same = self._same, {}
+        return same
 
 
 def _decoded(lines: list[bytes]) -> list[str]:

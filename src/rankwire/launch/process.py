@@ -120,7 +120,6 @@ class Process:
             start_new_session=not has_terminal,
             process_group=0 if has_terminal else None,
         )
-        self.has_terminal = has_terminal
         self._watch(self._popen.pid, self._popen.stdout, self._popen.stderr)
 
     def _watch(self, pid: int, *pipes: IO[bytes] | None) -> None:

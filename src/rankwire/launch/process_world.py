@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankwire import runtime
 from rankwire.backends.arguments import check_world
@@ -23,7 +23,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RankFailedError
 from rankwire.launch.function_pickle import pack, unpack
 from rankwire.launch.function_run import Printer, Rank, RankOutcome, StreamName, values_of
-from rankwire.launch.lines import LineSplitter, ProgressLines
+from rankwire.launch.lines import StreamLines
 from rankwire.launch.process import Process, signal_name
 from rankwire.launch.rank_program import RunReport
 from rankwire.override import override
@@ -127,7 +127,7 @@ class RankProcess(Rank):
         self._outputs: dict[int, _Output] = {}
         for name, pipe in zip(_STREAMS, self._process.pipes, strict=True):
             os.set_blocking(pipe.fileno(), False)
-            self._outputs[pipe.fileno()] = _Output(name)
+            self._outputs[pipe.fileno()] = _Output(name, StreamLines())
         self._process.open_descriptor()
         self._sender = runtime.Thread(
             target=self._send_orders, name=f"rankwire-local-{rank}", daemon=True
@@ -217,14 +217,13 @@ class RankProcess(Rank):
             self._handle_death()
 
     def _read_output(self, number: int) -> None:
-        output = self._outputs[number]
         with suppress(BlockingIOError):
             while data := os.read(number, _READ_NBYTES):
-                self._print(output, output.feed(data))
-            del self._outputs[number]  # the process closed it
-            self._print(output, output.finish())
+                self._print(self._outputs[number], data)
+            self._print(self._outputs.pop(number), b"")  # the process closed it
 
-    def _print(self, output: _Output, lines: list[bytes]) -> None:
+    def _print(self, output: _Output, data: bytes) -> None:
+        lines = output.lines.feed(data) + output.lines.due(REAL_TIME.now())
         texts = [f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines]
         if texts:
             self._printer.put(output.name, "".join(texts))
@@ -248,7 +247,7 @@ class RankProcess(Rank):
         ending = self._process.check()
         assert ending is not None
         for output in self._outputs.values():
-            self._print(output, output.finish())
+            self._print(output, b"")
         if ending.signal is not None:
             reason = f"its process was killed by {signal_name(ending.signal)}"
         else:
@@ -265,20 +264,9 @@ class RankProcess(Rank):
         self._printer.wake()
 
 
-class _Output:
-    """Split one output stream of a rank into lines, with a line for progress bars now and then."""
-
-    def __init__(self, name: StreamName) -> None:
-        self.name = name
-        self._splitter = LineSplitter()
-        self._progress = ProgressLines()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        lines = self._progress.unprinted(self._splitter.feed(data))
-        return lines + self._progress.due(self._splitter.progress, REAL_TIME.now())
-
-    def finish(self) -> list[bytes]:
-        return self._progress.unprinted(self._splitter.finish())
+class _Output(NamedTuple):
+    name: StreamName
+    lines: StreamLines
 
 
 def _outcome(rank: int, pickled: bytes) -> RankOutcome[Any]:

@@ -77,7 +77,7 @@ def run(options: RunOptions) -> int:
         subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
         if not subreaper.is_adopting:
             output.say("processes that ranks start in other sessions may be left running here")
-        local = HostRanks(options, loop, reaper, subreaper)
+        local = HostRanks(options, loop, subreaper)
         stack.callback(local.close)
         if options.node > 0:
             return follow(loop, local, options, secret=secret, policy=policy)

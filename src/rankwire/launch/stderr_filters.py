@@ -11,6 +11,7 @@ themselves (``observe.tracebacks``); ``InterruptFilter`` does so for the others.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterable
@@ -73,6 +74,7 @@ class RepeatFilter:
 
     Attributes:
         same_as: After ``finish``, the rank that printed the error this rank ended with.
+        held_until: When the owner releases the lines that are held back.
     """
 
     def __init__(self, rank: int, printed: PrintedErrors) -> None:
@@ -83,6 +85,7 @@ class RepeatFilter:
         self._same: list[_Printed] = []  # errors that equal the held lines so far
         self._message_at = 0  # index of the held line that differs, if it is the message
         self.same_as: int | None = None
+        self.held_until = -math.inf
 
     @property
     def is_holding(self) -> bool:

@@ -31,7 +31,7 @@ class Subreaper:
     """
 
     def __init__(self, reaper: Reaper) -> None:
-        self._reaper = reaper
+        self.reaper = reaper
         # This process may have children that are not of the job, from before an exec. They must be
         # known, or they would be ended too.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
@@ -72,9 +72,9 @@ class Subreaper:
                 if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
                     alive.add(pid)
         for pid in self._adopted - alive:
-            self._reaper.forget_adopted(pid)
+            self.reaper.forget_adopted(pid)
         for pid in alive - self._adopted:
-            self._reaper.adopt(pid)
+            self.reaper.adopt(pid)
         self._adopted = alive
 
     def close(self) -> None:
