@@ -208,7 +208,7 @@ def test_an_interrupt_anywhere_in_cancelling_a_future_keeps_nothing_of_it(agents
         with suppress(Interrupt), interrupting:
             future.cancel()
         assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
-        eventually(lambda: not near._caller.futures.pending and not near._port.in_flight(), SOON)
+        eventually(lambda: not near.activity().in_flight, SOON)
 
     assert every_interrupt(run) >= 20
 
@@ -222,7 +222,7 @@ def test_two_interrupts_in_making_a_call_keep_nothing_of_it(agents, gap):
         with suppress(Interrupt), interrupting:
             near.rpc_sync(1, "echo", 1, timeout=PATIENCE)
         assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
-        eventually(lambda: not near._port.in_flight(), SOON)
+        eventually(lambda: not near.activity().in_flight, SOON)
 
     every_interrupt(run, second_after=gap)
 
@@ -235,6 +235,6 @@ def test_an_interrupt_anywhere_in_making_a_future_keeps_nothing_of_it(agents):
         with suppress(Interrupt), interrupting:
             near.rpc_async(1, "echo", 1, timeout=PATIENCE).result()
         assert near.rpc_sync(1, "echo", 2, timeout=SOON) == 2
-        eventually(lambda: not near._caller.futures.pending and not near._port.in_flight(), SOON)
+        eventually(lambda: not near.activity().in_flight, SOON)
 
     assert every_interrupt(run) >= 50

@@ -169,7 +169,7 @@ def test_f44_a_caller_that_dies_ends_the_calls_made_for_it():
         eventually(lambda: ranks[2].call("eval", "bool(seen)"))
         ranks[0].kill()
         eventually(lambda: ranks[2].call("eval", "seen[0].cancelled"))
-        eventually(lambda: ranks[1].call("eval", "not agent._server.active"))
+        eventually(lambda: ranks[1].call("eval", "not agent.activity().in_service"))
 
 
 @pytest.mark.fault(44, "a function whose caller is gone cannot begin another call")
@@ -223,7 +223,7 @@ def test_f44_a_cancel_in_the_middle_of_offering_a_reply_takes_it_back(agents, mo
     future.cancel()
     eventually(lambda: all(not job.incoming.is_wanted for job in _active(agents[1])))
     go_on.set()
-    eventually(lambda: not agents[1]._server.active)
+    eventually(lambda: not agents[1].activity().in_service)
     assert settled[0] < PATIENCE  # it is taken back long before the call's own deadline
     assert not agents[1]._port._sending
 
@@ -247,5 +247,4 @@ def test_f44_cancelled_nested_calls_leave_nothing_behind(agents):
         assert started.acquire(timeout=PATIENCE)
         future.cancel()
     for agent in agents:
-        eventually(lambda agent=agent: not agent._server.active and not agent._port.in_flight())
-        assert not agent._caller.futures.pending
+        eventually(lambda agent=agent: agent.activity()[:2] == (0, 0))

@@ -266,7 +266,7 @@ def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way, measured)
                 agent.register("wait", lambda go_on=go_on: go_on.wait(PATIENCE))
                 assert backend.recv(1, timeout=PATIENCE) == b"hello"
                 futures = [agent.rpc_async(1, name) for name in ("wait", "wait_async")]
-                eventually(lambda agent=agent: len(agent._server.active) == 4)
+                eventually(lambda agent=agent: agent.activity().in_service == 4)
                 backend.send(b"go", 1)
                 begin = time.monotonic()
                 _, err = process.communicate(timeout=PATIENCE)

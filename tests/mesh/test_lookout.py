@@ -1135,5 +1135,5 @@ def test_a_caller_that_is_killed_while_its_large_reply_is_offered_does_not_stop_
         killed = ranks[0].kill()
         assert ranks[2].call("eval", "agent.rpc_sync(1, 'echo', 5)") == 5
         assert time.monotonic() - killed < QUICK
-        active = "len(agent._server.active)"
+        active = "agent.activity().in_service"
         eventually(lambda: ranks[1].call("eval", active) == 0, QUICK)

@@ -282,7 +282,7 @@ def test_closing_only_the_backend_ends_all_that_its_agents_hold(make_world):
         for agent in agents:
             agent.rpc_sync(1 - agent.rank, "wait", 0.0)
         running = agents[0].rpc_async(1, "wait", 60.0)
-        eventually(lambda: agents[1]._server.active)
+        eventually(lambda: agents[1].activity().in_service)
         for backend in world:
             backend.close()
         assert isinstance(running.exception(10), ChannelClosedError)
@@ -309,7 +309,7 @@ def test_a_rank_that_fails_says_why_before_its_coroutines_are_answered(monkeypat
         close = formation.close
 
         def close_late(*args):
-            eventually(lambda: not agents[1]._server.active)
+            eventually(lambda: not agents[1].activity().in_service)
             close(*args)
 
         monkeypatch.setattr(formation, "close", close_late)

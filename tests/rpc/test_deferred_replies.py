@@ -72,7 +72,7 @@ class Waiting:
         return eventually(lambda: self.futures.get(name))
 
     def is_served(self):
-        return bool(self.agent._server.active)
+        return bool(self.agent.activity().in_service)
 
 
 @pytest.fixture(params=[simulated_world, tcp_world], ids=["simulated", "tcp"])
@@ -160,7 +160,7 @@ def test_a_future_that_cannot_be_waited_for_is_an_error_of_the_function(caller, 
     with pytest.raises(RemoteError, match="a class of the user's own"):
         caller.rpc_sync(1, "broken")
     assert not agents[1]._server.replies.deferred.check()
-    eventually(lambda: not agents[1]._server.active)
+    eventually(lambda: not agents[1].activity().in_service)
 
 
 @pytest.mark.parametrize("size", [1, 100_000, 1_000_000])  # in one frame, by a thread, lent
@@ -177,7 +177,7 @@ def test_with_copy_a_result_is_read_when_the_future_is_done(caller, agents):
     agents[1].register("get", lambda: future, copy=True)
     array = np.zeros(1_000_000)
     call = caller.rpc_async(1, "get")
-    eventually(lambda: agents[1]._server.active)
+    eventually(lambda: agents[1].activity().in_service)
     future.set_result(array)
     array[:] = 1.0
     assert not call.result(SOON).any()
@@ -214,9 +214,9 @@ def test_a_request_that_is_handled_by_hand_may_return_a_future(agents):
     encoded, _ = encode_request(agents[1].codec, "get", 5.0, [], (), {})
     agents[1].handle_request(IncomingCall(1, 1, bytearray().join(encoded), OWN))
     assert called == [threading.current_thread()]
-    assert agents[1]._server.active
+    assert agents[1].activity().in_service
     future.set_result(1)
-    assert not agents[1]._server.active
+    assert not agents[1].activity().in_service
 
 
 # -- many at once ----------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_a_cancel_reaches_the_call_whose_future_was_returned(caller, agents):
     eventually(lambda: seen)
     call.cancel()
     eventually(lambda: seen[0].cancelled)
-    eventually(lambda: not caller._server.active)
+    eventually(lambda: not caller.activity().in_service)
 
 
 class Stubborn(Future):
@@ -376,10 +376,10 @@ def test_a_future_that_raises_when_it_is_cancelled_does_no_harm(caller, agents, 
     agents[1].register("stubborn", Stubborn)
     with caplog.at_level(logging.ERROR, "rankwire"):
         call = caller.rpc_async(1, "stubborn")
-        eventually(lambda: agents[1]._server.active)
+        eventually(lambda: agents[1].activity().in_service)
         call.cancel()
         eventually(lambda: "it does not want to" in caplog.text)
-    assert not agents[1]._server.active
+    assert not agents[1].activity().in_service
 
 
 def test_the_call_of_a_killed_caller_is_cancelled():

@@ -252,7 +252,7 @@ def test_the_reply_of_a_cancelled_call_is_undone(pair):
         caller.rpc_sync(1, "make", 1, timeout=0.05)
     eventually(lambda: calls[0].cancelled)  # it has heard of that
     go.set()
-    eventually(lambda: not callee._server.active)
+    eventually(lambda: not callee.activity().in_service)
     assert far.held == []
 
 
@@ -278,7 +278,7 @@ def test_the_result_of_a_future_has_its_caller_as_peer(pair):
     future = concurrent.futures.Future()
     callee.register("later", lambda: future)
     call = caller.rpc_async(1, "later")
-    eventually(lambda: callee._server.active)
+    eventually(lambda: callee.activity().in_service)
     future.set_result(Handle(3))
     assert call.result().key == 3
     assert far.held == [(0, 3)]

@@ -51,7 +51,7 @@ def test_calls_that_wait_for_a_worker_say_so_and_none_of_them_is_said_to_run(age
 def test_a_call_that_waits_and_is_made_alone_says_so_too(agents):
     first, second = agents
     futures = [first.rpc_async(1, "hold") for _ in range(2)]
-    eventually(lambda: len(second._server.active) == 2)
+    eventually(lambda: second.activity().in_service == 2)
     with pytest.raises(DeadlineExceededError, match="it waits for one of 2 workers"):
         first.rpc_sync(1, "hold", timeout=LIMIT)
     assert not any(future.done() for future in futures)
@@ -88,7 +88,7 @@ def test_a_call_that_is_given_up_while_it_waits_for_a_worker_frees_its_place(mak
         ):
             second.register("hold", lambda: end.wait(PATIENCE))
             running = first.rpc_async(1, "hold")
-            eventually(lambda: len(second._server.active) == 1)
+            eventually(lambda: second.activity().in_service == 1)
             limit = LIMIT if ends == "late" else None
             waiting = [first.rpc_async(1, "hold", timeout=limit) for _ in range(2)]
             eventually(lambda: len(second._server.pool.queue.jobs()) == 2)

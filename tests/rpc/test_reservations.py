@@ -214,7 +214,7 @@ class Office:
 
     def block(self):
         future = self.caller.rpc_async(1, "block")
-        eventually(lambda: len(self.callee._server.active) == 1)
+        eventually(lambda: self.callee.activity().in_service == 1)
         return future
 
     def waiting_nbytes(self):

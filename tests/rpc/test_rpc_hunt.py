@@ -177,7 +177,7 @@ def test_a_result_that_no_one_could_foresee_does_not_end_serving(agents, quiet_t
         error = error_of(agents[0].rpc_sync, 1, function.__name__, timeout=PATIENCE)
         assert isinstance(error, RemoteError), (function, error)
         assert agents[0].rpc_sync(1, "fine", timeout=PATIENCE) == "fine"
-    eventually(lambda: not callee._server.active)
+    eventually(lambda: not callee.activity().in_service)
 
 
 def test_a_result_that_changes_while_it_is_encoded_is_the_functions_error(agents):
@@ -218,7 +218,7 @@ def test_a_callback_that_raises_anything_does_not_end_serving(agents, quiet_thre
         future.add_done_callback(leave)
     assert not wait(futures, timeout=PATIENCE).not_done
     assert callee.rpc_sync(0, "fine", timeout=PATIENCE) == "fine"
-    eventually(lambda: not caller._caller.futures.pending)
+    eventually(lambda: not caller.activity().in_flight)
 
 
 def test_a_callback_that_waits_does_not_keep_its_agent_from_serving(agents):
@@ -374,7 +374,7 @@ def test_what_the_peer_replied_before_its_agent_left_is_not_lost(world):
     served = []
     callee.register("fine", lambda: served.append(1) or "fine", replace=True)
     future = caller.rpc_async(1, "fine")
-    eventually(lambda: served and not callee._server.active)
+    eventually(lambda: served and not callee.activity().in_service)
     callee.close(1.0)
     errors = [error_of(caller.rpc_sync, 1, "fine", timeout=PATIENCE) for _ in range(2)]
     caller._port.attend = attend
@@ -479,7 +479,7 @@ def test_a_call_refused_by_a_closing_agent_has_not_run(agents):
     callee.register("wait", lambda: go_on.wait(PATIENCE))
     callee.register("fine", lambda: "fine")
     running = caller.rpc_async(1, "wait")
-    eventually(lambda: callee._server.active)
+    eventually(lambda: callee.activity().in_service)
     closing = in_thread(callee.close, PATIENCE)
     eventually(lambda: callee._server._draining)
     error = error_of(caller.rpc_sync, 1, "fine", timeout=PATIENCE)

@@ -42,7 +42,7 @@ def test_a_hundred_threads_call_one_peer_and_replies_come_out_of_order(agents):
             assert agents[0].rpc_sync(1, "answer", value, nap) == value
 
     in_parallel([lambda t=t: call(t) for t in range(100)])
-    assert agents[0]._port.in_flight() == 0
+    assert agents[0].activity().in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,8 @@ def test_ten_thousand_asynchronous_calls_need_no_more_threads(agents):
     # The callee's workers, a few that wait to become one (more on a busy machine), and not one for
     # any call.
     assert most <= before + 20 * WORKERS
-    assert not agents[0]._caller.futures.pending
-    assert agents[0]._port.in_flight() == 0
-    eventually(lambda: not agents[1]._server.active)
+    assert agents[0].activity().in_flight == 0
+    eventually(lambda: not agents[1].activity().in_service)
 
 
 def call_every_rank(backend):

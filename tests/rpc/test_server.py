@@ -83,7 +83,7 @@ def test_a_reply_of_an_unknown_id_is_dropped(agents):
     call = IncomingCall(0, 123456, bytearray(), OWN)
     answers = agents[1]._server.replies
     answers.send(call, answers.value(1), Deadline(5))
-    assert agents[0]._port.in_flight() == 0
+    assert agents[0].activity().in_flight == 0
 
 
 class Unprintable(BaseException):
@@ -152,7 +152,7 @@ def test_a_call_that_is_late_is_not_run(agents):
     eventually(lambda: waiting.cancelled or waiting.deadline.expired)
     go_on.set()
     blocking.result(5)
-    eventually(lambda: not agent._server.active)
+    eventually(lambda: not agent.activity().in_service)
     assert not ran
     caller.close()
     agent.close()
@@ -190,9 +190,8 @@ def test_nothing_is_left_in_any_table(agents):
         future.result(10)
     with pytest.raises(FunctionNotFoundError):
         agents[0].rpc_sync(1, "none")
-    eventually(lambda: not agents[1]._server.active)
-    assert not agents[0]._caller.futures.pending
-    assert agents[0]._port.in_flight() == 0
+    eventually(lambda: not agents[1].activity().in_service)
+    assert agents[0].activity().in_flight == 0
     eventually(lambda: agents[1]._server.pool.queue.running == 0)
 
 
@@ -295,7 +294,7 @@ def test_a_nested_wait_that_ends_with_the_agent_is_reported_as_closing(pair, is_
 
     pair[1].register("relay", relay_async if is_async else relay)
     future = pair[0].rpc_async(1, "relay")
-    eventually(lambda: pair[1]._port.in_flight() == 1)
+    eventually(lambda: pair[1].activity().in_flight == 1)
     eventually(lambda: any(job.outgoing for job in pair[1]._server.active.values()))
     try:
         pair[1].close(grace=0)

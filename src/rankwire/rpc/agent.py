@@ -279,7 +279,6 @@ class RpcAgent(AgentCalls, AgentFunctions):
         invalidate(self)
 
     def _ended_by_itself(self) -> None:
-        """End because the backend is closed or this rank was given up."""
         self._server.end(patience=0.0)
         self._port.close()
         self._caller.futures.fail_all()
@@ -318,7 +317,6 @@ def _check_limits(*limits: float) -> None:
 
 
 def _service_number(name: str) -> int:
-    """Return the number by which agents of one name find each other."""
     try:
         encoded = str.encode(name)
     except (TypeError, UnicodeEncodeError) as error:

@@ -192,8 +192,8 @@ class ActiveCalls:
             doing = f"waits for the event loop, which {self.jobs[holder].name!r} blocks"
         elif job.deferred is not None:
             doing = "waits for the future that it returned"
-            request_id = getattr(job.deferred.future, "request_id", None)  # of an ``RpcFuture``
-            made = None if request_id is None else job.outgoing.get(request_id)
+            # Only an ``RpcFuture`` has a request id.
+            made = job.outgoing.get(getattr(job.deferred.future, "request_id", -1))
             if made is not None:
                 needs = [Key(made.dst, self.rank, made.reply.request_id)]
                 doing += f", of rank {made.dst} {made.name!r}"

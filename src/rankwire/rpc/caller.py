@@ -228,10 +228,7 @@ class Caller:
                     self._max_in_flight,
                 )
             except BaseException as error:
-                if message[1] > SMALL_NBYTES:
-                    self._cancel_reservation(dst, request_id)
-                if isinstance(error, Exception) and not getattr(error, "may_have_run", False):
-                    self._codec.undo(message)
+                self._not_sent(dst, request_id, message, error)
                 raise
             if reply is not None:
                 return reply
@@ -240,8 +237,13 @@ class Caller:
             self._wait_for_room(dst, name, deadline, call)
             message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
 
+    def _not_sent(self, dst: int, request_id: int, message: Message, error: BaseException) -> None:
+        if message[1] > SMALL_NBYTES:
+            self._cancel_reservation(dst, request_id)
+        if isinstance(error, Exception) and not getattr(error, "may_have_run", False):
+            self._codec.undo(message)
+
     def _check_may_send(self, call: Call | None, message: Message) -> None:
-        """Raise if this agent is closed, or the call being served is cancelled."""
         try:
             if self.closed:
                 raise ChannelClosedError("this agent is closed")
@@ -252,7 +254,6 @@ class Caller:
             raise
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
-        """Tell the callee that the caller has stopped waiting."""
         try:
             if isinstance(error, (DeadlineExceededError, PeerLostError, ChannelClosedError)):
                 error.may_have_run = True

@@ -300,7 +300,6 @@ class Pool:
         return is_first
 
     def _serve(self, worker: Worker) -> None:
-        """Poll and run until the role is lost."""
         queue = self.queue
         while not self._closing:
             if (job := queue.next()) is None:

@@ -111,7 +111,6 @@ class ServedCall(Call):
             self._reply(message, worker)
 
     def _run_otherwise(self, request: Request | None) -> None:
-        """Reply without running the function, or run it on the event loop."""
         replies = self._server.replies
         if request is None or self.cancelled:
             refusal = self._cancelled_reply(began=False)
@@ -167,7 +166,6 @@ class ServedCall(Call):
             self._server.run_soon(partial(self._reply, message))
 
     def _answer_at_once(self, message: Message) -> None:
-        """Reply without waiting for the caller, and end the call."""
         self._server.replies.send_at_once(self.incoming, message)
         self.release_space()
         self._server.active.pop((self.src, self.incoming.request_id), None)
@@ -186,7 +184,6 @@ class ServedCall(Call):
         return self._server.replies.error(error)
 
     def _cancelled_reply(self, *, began: bool) -> Message:
-        """Return the reply for a call that was cancelled, which says why."""
         if self._server.is_stopping:
             return self._server.replies.closed(began=began)
         if self.expired:

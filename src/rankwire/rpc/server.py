@@ -132,7 +132,6 @@ class Server:
             job.run(None)
 
     def _accept(self, call: IncomingCall) -> ServedCall | None:
-        """Decode a request, and make a call of it or refuse it."""
         try:
             request = decode_request(self._codec, call.payload, call.src)
         except InvalidMessageError as error:
@@ -192,7 +191,6 @@ class Server:
     def _beyond_limits(
         self, call: IncomingCall, request: Request, is_large: bool
     ) -> Message | None:
-        """Return the refusal of a nested or large call that exceeds a limit."""
         if len(request.chain) > 2 * MAX_DEPTH:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {MAX_DEPTH} deep: {chain}"
