@@ -1,19 +1,17 @@
-"""Every error that rankwire raises.
+"""Every error that rankwire raises. A class in parentheses derives from the one before it.
 
-A class in parentheses derives from the one before it::
+- Arguments: ConfigurationError (InvalidWorldSizeError, InvalidRankError, SelfSendError),
+  UnsupportedTypeError, MessageTooLargeError, SizeMismatchError
+- Connections: ProtocolError (InvalidMessageError, VersionMismatchError), AuthenticationError,
+  RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError), ChannelClosedError,
+  ResourceError
+- Calls: RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError,
+  CallCancelledError, DeadlineExceededError
+- Collectives: CollectiveMismatchError, CollectiveAbortedError, MembershipError
+- Processes: ForkedProcessError, RankFailedError, RanksStuckError
 
-    arguments      ConfigurationError (InvalidWorldSizeError, InvalidRankError, SelfSendError),
-                   UnsupportedTypeError, MessageTooLargeError, SizeMismatchError
-    connections    ProtocolError (InvalidMessageError, VersionMismatchError), AuthenticationError,
-                   RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError),
-                   ChannelClosedError, ResourceError
-    calls          RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError,
-                   CallCancelledError, DeadlineExceededError
-    collectives    CollectiveMismatchError, CollectiveAbortedError, MembershipError
-    processes      ForkedProcessError, RankFailedError, RanksStuckError
-
-All derive from ``RankwireError`` and from the builtin exception that a user would catch. An error
-has its data as attributes and can be pickled. Its text ends with the context of the operation.
+Each also derives from the builtin exception that a user would catch. An error has its data as
+attributes and can be pickled. Its text ends with the context of the operation.
 """
 
 from __future__ import annotations
