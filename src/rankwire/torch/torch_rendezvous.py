@@ -211,13 +211,11 @@ def register_launchers() -> None:
         def meet(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
             needed = _ADDRESS_VARIABLES if "?" in url else _VARIABLES  # the URL has the rank
             is_torchs = all(name in os.environ for name in needed)
-            return (of_environment if is_torchs else _meet)(url, **_given(timeout), **options)
+            if timeout is not None:
+                options["timeout"] = timeout
+            return (of_environment if is_torchs else _meet)(url, **options)
 
         handlers["env"] = meet
-
-
-def _given(timeout: timedelta | None) -> dict[str, timedelta]:
-    return {} if timeout is None else {"timeout": timeout}
 
 
 def _meet(
@@ -248,7 +246,6 @@ def _check_place(backend: TcpBackend, url: str) -> None:
 
 
 def _store(backend: TcpBackend) -> Any:
-    """Return a store that all ranks share."""
     hosts = backend.hosts
     is_first = backend.rank == 0
     if all(host == hosts[0] for host in hosts):

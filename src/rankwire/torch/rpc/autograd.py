@@ -13,7 +13,7 @@ functions are safe from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rankwire.torch.rpc.autograd_contexts import (
     Contexts,
 )
 from rankwire.torch.rpc.autograd_engine import Engine
-from rankwire.torch.rpc.autograd_tracking import TrackedCall, Tracking
+from rankwire.torch.rpc.autograd_tracking import Tracking
 from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
 
 _NO_CONTEXT = -1  # torch's value
@@ -78,13 +78,6 @@ def _here() -> _Joined:
             "RPC has not been initialized, or was shut down. Call rpc.init_rpc first."
         )
     return _joined
-
-
-def call_in(
-    context: Context, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
-) -> tuple[TrackedCall]:
-    """Return the arguments of ``CALL_IN_CONTEXT`` for a call that is made in a context."""
-    return (TrackedCall(context, name, list(args), dict(kwargs)),)
 
 
 # -- what users call -------------------------------------------------------------------------------
@@ -216,17 +209,8 @@ def _get_debug_info() -> dict[str, int]:
 
 
 # These replace the names of ``torch.distributed.autograd``.
-NAMES = {
-    "context": context,
-    "backward": backward,
-    "get_gradients": get_gradients,
-    "is_available": is_available,
-    "DistAutogradContext": Context,
-    "_new_context": _new_context,
-    "_release_context": _release_context,
-    "_current_context": _current_context,
-    "_retrieve_context": _retrieve_context,
-    "_is_valid_context": _is_valid_context,
-    "_get_max_id": _get_max_id,
-    "_get_debug_info": _get_debug_info,
-}
+_REPLACING: tuple[Any, ...] = (
+    *(context, backward, get_gradients, is_available, _new_context, _release_context),
+    *(_current_context, _retrieve_context, _is_valid_context, _get_max_id, _get_debug_info),
+)
+NAMES = {"DistAutogradContext": Context, **{each.__name__: each for each in _REPLACING}}

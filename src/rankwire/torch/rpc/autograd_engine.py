@@ -313,7 +313,8 @@ class _Conducted:
         rank, cause = self._failure
         if not isinstance(error, Exception) or not self._ranks:
             return error  # an interrupt, or no other rank takes part
-        told = RuntimeError(f"Error on Node {rank}: {_text_of(cause)}")
+        text = cause.remote_message if isinstance(cause, RemoteError) else cause
+        told = RuntimeError(f"Error on Node {rank}: {text}")
         told.__cause__ = cause
         return told
 
@@ -321,10 +322,6 @@ class _Conducted:
 def _check_conductor(number: int) -> None:
     if (src := sender()) != number >> COUNTER_BITS:
         raise PermissionError(f"rank {src} does not conduct this backward pass")
-
-
-def _text_of(error: BaseException) -> str:
-    return error.remote_message if isinstance(error, RemoteError) else str(error)
 
 
 def _done() -> Future[None]:

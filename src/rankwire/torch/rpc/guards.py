@@ -165,7 +165,6 @@ def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
 
 
 def _check_of(rule: NamingRule, value: Any, owner: type, name: str) -> Check | None:
-    """Return the check of a method that is in a table, else None."""
     if owner in _OF_CONTAINERS:
         return _container_checks()[owner].get(name)
     if owner in (torch.Tensor, torch._C.TensorBase, torch.nn.Parameter):

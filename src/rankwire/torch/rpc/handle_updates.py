@@ -99,10 +99,7 @@ class HandleUpdates:
         elif isinstance(creation.failure, _REFUSALS):
             with suppress(IndexError):  # already told
                 untold.pop()
-                self._not_made(owner, id)
-
-    def _not_made(self, owner: int, id: ObjectId) -> None:
-        self._queue.put((owner, (_NOT_MADE, *id, 0, 0)))
+                self._queue.put((owner, (_NOT_MADE, *id, 0, 0)))
 
     def close(self) -> None:
         """Send no more updates."""

@@ -70,22 +70,11 @@ class ObjectServer:
         return self._make(owned, lambda: self._session.runnable(function)(*args, **kwargs))
 
     def make_by_method(
-        self,
-        creator: int,
-        number: int,
-        key: int,
-        of_creator: int,
-        of_number: int,
-        of_key: int,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, creator: int, number: int, key: int, /, *call: Any, **kwargs: Any
     ) -> Any:
-        """Create an object: the result of another object's method."""
+        """Create an object: the result of another object's method, called as by ``call``."""
         owned = self._begin(creator, number, key)
-        of = of_creator, of_number, of_key
-        return self._make(owned, lambda: self.call(*of, method, *args, **kwargs))
+        return self._make(owned, lambda: self.call(*call, **kwargs))
 
     def fetch(self, creator: int, number: int, key: int) -> Any:
         """Return the value of an object."""
@@ -104,19 +93,20 @@ class ObjectServer:
     def check(self, creator: int, number: int, key: int, method: str) -> Any:
         """Raise the error that calling a method would, if it cannot be called."""
         owned = self._find(creator, number, key)
-        if owned.is_ready:
+
+        def find() -> None:
             self._method(owned, method)
-            return None
-        return self._once_ready(owned, partial(self.check, creator, number, key, method))
+
+        return find() if owned.is_ready else self._once_ready(owned, find)
 
     def type_of(self, creator: int, number: int, key: int) -> Any:
         """Return the class of an object."""
         owned = self._find(creator, number, key)
-        return (
-            type(owned.get())
-            if owned.is_ready
-            else self._once_ready(owned, lambda: type(owned.get()))
-        )
+
+        def find() -> type:
+            return type(owned.get())
+
+        return find() if owned.is_ready else self._once_ready(owned, find)
 
     def backward(
         self, creator: int, number: int, key: int, context_id: int, retain_graph: bool

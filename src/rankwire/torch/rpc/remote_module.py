@@ -156,7 +156,6 @@ for _name in _REFUSED:
 
 
 def _worker_of(remote_device: str) -> str | int:
-    """Return the worker of a device, by its name or rank."""
     worker, slash, device = remote_device.partition("/")
     if not worker or "/" in device or (slash and not device):
         raise ValueError(

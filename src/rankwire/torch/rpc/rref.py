@@ -306,16 +306,14 @@ def _make(
     rref._fork = fork
     try:
         rref._creation = session.start(rank, how, (*id, *args), kwargs, limit)
-    except RankwireError as error:
+    except BaseException as error:
         rref._is_counted = False
-        raise translated(error, session, rank, limit) from error
-    except BaseException:
-        rref._is_counted = False
+        if isinstance(error, RankwireError):
+            raise translated(error, session, rank, limit) from error
         raise
     rref._creation_limit = limit
-    if rank == session.me.id:
-        return rref
-    session.updates.watch_making(rank, id, rref._creation)
+    if rank != session.me.id:
+        session.updates.watch_making(rank, id, rref._creation)
     return rref
 
 
@@ -372,11 +370,8 @@ def _make_by_method(
         try:
             session.call(rref._owner, CHECK, (*rref._id, method), {}, limit)
             rref._checked.add(method)
-        except (
-            ConnectionError,
-            TimeoutError,
-            OverloadedError,
-        ) as error:  # the handle's use raises it
+        except (ConnectionError, TimeoutError, OverloadedError) as error:
+            # The handle's use raises it.
             _log.debug("rank %d was not asked for %r: %s", rref._owner, method, error)
         except RankwireError as error:
             raise translated(error, session, rref._owner, limit) from error

@@ -28,6 +28,7 @@ from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
 from rankwire.torch.rpc.autograd_contexts import CONTEXT
+from rankwire.torch.rpc.autograd_tracking import TrackedCall
 from rankwire.torch.rpc.call_results import ReplyWatcher
 from rankwire.torch.rpc.functions import answer_later, is_async
 from rankwire.torch.rpc.guards import guarded
@@ -173,7 +174,7 @@ class Session:
         """Call a name on a rank and return the result."""
         context = CONTEXT.get()
         if context is not None and context.enlist(rank):
-            args = autograd.call_in(context, name, args, kwargs)
+            args = (TrackedCall(context, name, list(args), dict(kwargs)),)
             name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:  # the name of the agent's own argument
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
@@ -185,7 +186,7 @@ class Session:
         """Start a call of a name on a rank and return its future; raise only if encoding fails."""
         context = CONTEXT.get()
         if context is not None and context.enlist(rank):
-            args = autograd.call_in(context, name, args, kwargs)
+            args = (TrackedCall(context, name, list(args), dict(kwargs)),)
             name, kwargs = CALL_IN_CONTEXT, {}
         elif "timeout" in kwargs:
             name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
@@ -341,8 +342,6 @@ def _end(waiter: Future[Any], how: Callable[[Future[Any]], None]) -> None:
 
 
 class _Current:
-    """Holds the session of this process, if any."""
-
     session: Session | None = None
 
 
