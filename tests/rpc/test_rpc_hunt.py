@@ -21,7 +21,7 @@ from rankwire import (
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc import pool as pool_module
 from rankwire.testing import simulated_world, tcp_world
-from rankwire.transports import stream as stream_module
+from rankwire.transports import byte_stream
 from rankwire.wire.frames import Channel
 from rankwire.wire.receive import Receive
 from real_time import Deadline
@@ -432,7 +432,7 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
     caller, callee = RpcAgent(first), RpcAgent(second)
     go_on = threading.Event()
     callee.register("wait", lambda: go_on.wait(PATIENCE))
-    wait_for = stream_module.wait_for
+    wait_for = byte_stream.wait_for
     closing = []
 
     def late(sock, *args):
@@ -441,7 +441,7 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
             closing[0].join(1)
         return wait_for(sock, *args)
 
-    monkeypatch.setattr(stream_module, "wait_for", late)
+    monkeypatch.setattr(byte_stream, "wait_for", late)
     error = error_of(caller.rpc_sync, 1, "wait", timeout=PATIENCE)
     monkeypatch.undo()
     go_on.set()
