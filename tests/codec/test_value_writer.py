@@ -221,7 +221,7 @@ def test_a_value_in_itself_is_refused(writer):
     config.late, config.steps = 1, config
     for value in (loop, wide, long, config):
         with pytest.raises(Refusal, match="in itself"):
-            Writer(writer._classes, None, PLAIN).lower(value)
+            Writer(writer.classes, None, PLAIN).lower(value)
 
 
 def test_the_second_walk_finds_what_msgspec_refuses():

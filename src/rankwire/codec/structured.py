@@ -105,25 +105,30 @@ def dtype_of(described: Any, depth: int = _MAX_DEPTH) -> DType:
     itemsize, is_aligned, *fields = described
     if type(is_aligned) is not bool:
         raise InvalidMessageError("malformed description of a structured array")
-    names, offsets, formats = [], [], []
+    formats = []
     end = 0
     for name, offset, kind, *shape in fields:
-        numbers = [itemsize, offset, *shape]
-        if type(name) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
-            raise InvalidMessageError("malformed field of a structured array")
-        base = arrays.dtype_of(kind) if type(kind) is str else dtype_of(kind, depth - 1)
-        head = arrays.checked_head(base, shape, is_fortran=False)
+        head = _field_head(name, [itemsize, offset, *shape], kind, shape, depth)
         if offset < end or offset + head.nbytes > min(itemsize, _MAX_ITEMSIZE):
             raise InvalidMessageError("fields of a structured array overlap or are outside of it")
         end = offset + head.nbytes
-        names.append(name)
-        offsets.append(offset)
-        formats.append((base, head.shape) if shape else base)
+        formats.append((head.dtype, head.shape) if shape else head.dtype)
+    names, offsets = map(list, zip(*(field[:2] for field in fields), strict=True))
     layout = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
     dtype: DType = np.dtype(layout, align=is_aligned)  # type: ignore[call-overload]
     if describe(dtype) != described:
         raise InvalidMessageError("not as a structured array is described")
     return dtype
+
+
+def _field_head(
+    name: Any, numbers: list[Any], kind: Any, shape: list[int], depth: int
+) -> ArrayHead:
+    """Check a field, all ``numbers`` in its description included."""
+    if type(name) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
+        raise InvalidMessageError("malformed field of a structured array")
+    base = arrays.dtype_of(kind) if type(kind) is str else dtype_of(kind, depth - 1)
+    return arrays.checked_head(base, shape, is_fortran=False)
 
 
 def array_bytes(array: Array) -> memoryview:

@@ -51,8 +51,6 @@ class Refusal(Exception):
 class Writer:
     """Lowers the values of one payload, and collects the buffers that travel beside its head.
 
-    Size: it has a method for each form of a value on the wire.
-
     Args:
         classes: The registered classes.
         pickling: The module to pickle with, or None to refuse unsupported values.
@@ -71,11 +69,11 @@ class Writer:
         plain: frozenset[type],
         peer: int | None = None,
     ) -> None:
-        self._classes = classes
-        self._pickling = pickling
-        self._plain = plain
+        self.classes = classes
+        self.pickling = pickling
+        self.plain = plain
         self._depth = 0
-        self._peer = peer
+        self.peer = peer
         self.buffers: list[bytes | memoryview] = []
         self.sending: TakeContext | None = None
 
@@ -86,10 +84,10 @@ class Writer:
             Refusal: It, or a value in it, cannot be sent.
         """
         kind = type(value)
-        if kind in self._plain:
+        if kind in self.plain:
             return value
         lower = _LOWER.get(kind)
-        return self._other(value) if lower is None else lower(self, value)
+        return _other(self, value) if lower is None else lower(self, value)
 
     def lower_record(self, record: list[Any], paths: Sequence[str], levels: int = 1) -> Any:
         """Lower a list whose items have names; the outer ``levels`` do not count as nesting."""
@@ -98,14 +96,14 @@ class Writer:
         try:
             for item in record:
                 # Most items of a call are plain or empty.
-                is_plain = type(item) in self._plain or (type(item) in _CONTAINERS and not item)
+                is_plain = type(item) in self.plain or (type(item) in _CONTAINERS and not item)
                 lowered.append(item if is_plain else self.lower(item))
         except Refusal as refusal:
             refusal.trail.append(paths[len(lowered)])
             raise
         return lowered
 
-    def _each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
+    def each(self, owner: Any, values: Collection[Any], name: Callable[[int], str]) -> Any:
         """Lower the values of a container; ``name`` returns the path to a refused one."""
         if self._depth == MAX_DEPTH:
             raise Refusal(owner, f"It is nested more than {MAX_DEPTH} levels deep, or in itself.")
@@ -113,7 +111,7 @@ class Writer:
             return values
         if len(values) >= MIN_LONG_LIST and (floats := _packed_floats(values)) is not None:
             return floats
-        if self._plain.issuperset(map(type, values)):
+        if self.plain.issuperset(map(type, values)):
             return values
         lowered: list[Any] = []
         self._depth += 1
@@ -126,201 +124,224 @@ class Writer:
         self._depth -= 1
         return lowered
 
-    def _list(self, value: list[Any]) -> Any:
-        return self._each(value, value, "[{}]".format)
-
-    def _tuple(self, value: tuple[Any, ...]) -> Ext:
-        return Ext(Code.TUPLE, _pack(self._each(value, value, "[{}]".format)))
-
-    def _set(self, value: set[Any]) -> Ext:
-        return Ext(Code.SET, _pack(self._each(value, value, "{{element {}}}".format)))
-
-    def _frozenset(self, value: frozenset[Any]) -> Ext:
-        return Ext(Code.FROZENSET, _pack(self._each(value, value, "{{element {}}}".format)))
-
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        if not value:
-            return self._each(value, value, str)
-        keys = list(value)
-        if len(keys) <= limits.MAX_NATIVE_MAP and self._plain.issuperset(map(type, keys)):
-            return dict(zip(keys, self._values(value, keys), strict=True))
-        return Ext(Code.DICT, _pack(self._keys_and_values(value)))
-
-    def _keys_and_values(self, value: dict[Any, Any]) -> list[Any]:
-        keys = list(value)
-        return [self._each(value, keys, "{{key {}}}".format), self._values(value, keys)]
-
-    def _values(self, value: dict[Any, Any], keys: list[Any]) -> Any:
-        return self._each(value, list(value.values()), lambda index: f"[{_key_text(keys[index])}]")
-
-    def _keyed(self, value: Any) -> Any:
-        code, besides_of, _ = KEYED[type(value)]
-        try:
-            besides = besides_of(value)
-        except ValueError as error:
-            return self._unsupported(value, str(error), error)
-        pairs = self._keys_and_values(value)  # first, in the order of the reader
-        return Ext(code, _pack([*pairs, *self._each(value, besides, lambda index: "._metadata")]))
-
-    def _deque(self, value: deque[Any]) -> Ext:
-        items = list(value)  # a copy, since the deque may change
-        return Ext(Code.DEQUE, _pack([self._each(value, items, "[{}]".format), value.maxlen]))
-
-    def _slice(self, value: slice) -> Ext:
-        parts = (value.start, value.stop, value.step)
-        names = (".start", ".stop", ".step")
-        return Ext(Code.SLICE, _pack(self._each(value, parts, names.__getitem__)))
-
-    def _int(self, value: int) -> Any:
-        return value if value in _NATIVE_INTS else self._scalar(value)
-
-    def _str(self, value: str) -> Any:
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            advice = "It holds a lone surrogate: send value.encode(errors='surrogatepass')."
-            return self._unsupported(value, advice, error)
-        return value
-
-    def _scalar(self, value: Any) -> Any:
-        code, pack = scalars.PACKERS[type(value)]
-        try:
-            return Ext(code, pack(value))
-        except ValueError as error:
-            return self._unsupported(value, str(error), error)
-
-    def _bytes(self, value: bytes) -> Any:
-        return value if len(value) < MIN_BUFFER_NBYTES else self._buffer(Code.BYTES, value)
-
-    def _bytearray(self, value: bytearray) -> Ext:
-        return self._buffer(Code.BYTEARRAY, memoryview(value))
-
-    def _memoryview(self, value: memoryview) -> Any:
-        if holds_references(value):
-            return self._unsupported(value, "It holds references to objects: send the objects.")
-        if value.nbytes < MIN_BUFFER_NBYTES or not value.c_contiguous:
-            return self._bytes(value.tobytes())
-        return self._buffer(Code.BYTES, value.cast("B"))
-
-    def _buffer(self, code: int, buffer: bytes | memoryview) -> Ext:
-        self._put_beside(buffer)
+    def buffer(self, code: int, buffer: bytes | memoryview) -> Ext:
+        """Put a buffer beside the head; return the extension that stands for it."""
+        self.put_beside(buffer)
         return Ext(code, NBYTES.pack(len(buffer)))
 
-    def _put_beside(self, buffer: bytes | memoryview) -> None:
+    def put_beside(self, buffer: bytes | memoryview) -> None:
+        """Send a buffer beside the head, unless it is empty."""
         if len(buffer) > 0:
             self.buffers.append(buffer)
 
-    def _array(self, value: np.ndarray[Any, Any]) -> Any:
-        body = arrays.array_body(value)
-        if body is not None:
-            self._put_beside(arrays.array_bytes(value))
-            return Ext(Code.ARRAY, body)
-        body = structured.array_body(value)
-        if body is None:
-            return self._unsupported(value, structured.advice_for(value))
-        self._put_beside(structured.array_bytes(value))
-        return Ext(Code.STRUCTURED_ARRAY, body)
-
-    def _numpy_scalar(self, value: np.generic) -> Any:
-        parts = arrays.scalar_parts(value)
-        if parts is None:
-            advice = f"Its dtype {value.dtype} is not carried: convert it, such as by .item()."
-            return self._unsupported(value, advice)
-        code, content = parts
-        return Ext(
-            Code.NUMPY_SCALAR, _pack([code, self.lower(content) if code == "U" else content])
-        )
-
-    def _tensor(self, value: Any) -> Any:
-        advice = tensors.advice_for(value)
-        if advice is not None:
-            return self._unsupported(value, advice)
-        if tensors.is_parameter(value):
-            code, (body, data) = Code.PARAMETER, tensors.parameter_body(value)
-        else:
-            code, (body, data) = Code.TENSOR, tensors.tensor_body(value)
-        self._put_beside(data)
-        return Ext(code, body)
-
-    def _enum(self, carried: EnumClass, value: Any) -> Any:
-        try:
-            key = carried.key_of(value)
-        except ValueError as error:
-            return self._unsupported(value, str(error), error)
-        return Ext(Code.ENUM, _pack([carried.name, self.lower(key)]))
-
-    def _record(self, carried: RecordClass, value: Any) -> Any:
-        try:
-            values = carried.values_of(value)
-        except AttributeError as error:
-            return self._unsupported(value, f"One of its fields was never set: {error}.", error)
-        lowered = self._each(value, values, lambda index: f".{carried.fields[index]}")
-        return Ext(Code.RECORD, _pack([carried.name, carried.signature, lowered]))
-
-    def _hooked(self, carried: HookedClass, value: Any) -> Any:
-        """Return what a hook makes of a value; ``NotImplemented`` if it leaves it to the codec."""
-        if self.sending is None:
-            self.sending = TakeContext(self._peer)
-        try:
-            state = carried.take(value, self.sending)
-        except RankwireError as error:
-            raise Refusal(value, error.message) from error
-        except Exception as error:
-            what = one_line(f"{type_name(error)}: {text_of(error)}")
-            raise Refusal(value, f"Its hook raised {what}") from error
-        if state is NotImplemented:
-            return state
-        (lowered,) = self._each(value, (state,), lambda index: ".state")
-        return Ext(Code.HOOKED, _pack([carried.name, lowered]))
-
-    def _other(self, value: Any) -> Any:
-        carried = self._classes.of_class(type(value))
-        if isinstance(carried, HookedClass):
-            lowered = self._hooked(carried, value)
-            if lowered is not NotImplemented:
-                return lowered
-        if isinstance(carried, RecordClass):
-            return self._record(carried, value)
-        if isinstance(carried, EnumClass):
-            return self._enum(carried, value)
-        if isinstance(value, np.generic):
-            return self._numpy_scalar(value)
-        if tensors.is_tensor(value):
-            return self._tensor(value)
-        extents = tensors.size_of(value)
-        if extents is not None:
-            return Ext(Code.TORCH_SIZE, _pack(extents))
-        constant = tensors.constant_of(value)
-        if constant is not None:
-            return Ext(Code.TORCH_CONSTANT, _pack(constant))
-        return self._unsupported(value, advice_for(value))
-
-    def _unsupported(self, value: Any, advice: str, cause: Exception | None = None) -> Ext:
+    def unsupported(self, value: Any, advice: str, cause: Exception | None = None) -> Ext:
         """Pickle a value if that is allowed, and refuse it otherwise."""
-        if self._pickling is None:
+        if self.pickling is None:
             raise Refusal(value, advice) from cause
         try:
-            return self._buffer(Code.PICKLE, self._pickling.dumps(value))
+            return self.buffer(Code.PICKLE, self.pickling.dumps(value))
         except Exception as error:
             raise Refusal(value, f"{advice} Its pickling raised {error!r}.") from error
 
 
+def _list(writer: Writer, value: list[Any]) -> Any:
+    return writer.each(value, value, "[{}]".format)
+
+
+def _tuple(writer: Writer, value: tuple[Any, ...]) -> Ext:
+    return Ext(Code.TUPLE, _pack(writer.each(value, value, "[{}]".format)))
+
+
+def _set(writer: Writer, value: set[Any]) -> Ext:
+    return Ext(Code.SET, _pack(writer.each(value, value, "{{element {}}}".format)))
+
+
+def _frozenset(writer: Writer, value: frozenset[Any]) -> Ext:
+    return Ext(Code.FROZENSET, _pack(writer.each(value, value, "{{element {}}}".format)))
+
+
+def _dict(writer: Writer, value: dict[Any, Any]) -> Any:
+    if not value:
+        return writer.each(value, value, str)
+    keys = list(value)
+    if len(keys) <= limits.MAX_NATIVE_MAP and writer.plain.issuperset(map(type, keys)):
+        return dict(zip(keys, _values(writer, value, keys), strict=True))
+    return Ext(Code.DICT, _pack(_keys_and_values(writer, value)))
+
+
+def _keys_and_values(writer: Writer, value: dict[Any, Any]) -> list[Any]:
+    keys = list(value)
+    return [writer.each(value, keys, "{{key {}}}".format), _values(writer, value, keys)]
+
+
+def _values(writer: Writer, value: dict[Any, Any], keys: list[Any]) -> Any:
+    return writer.each(value, list(value.values()), lambda index: f"[{_key_text(keys[index])}]")
+
+
+def _keyed(writer: Writer, value: Any) -> Any:
+    code, besides_of, _ = KEYED[type(value)]
+    try:
+        besides = besides_of(value)
+    except ValueError as error:
+        return writer.unsupported(value, str(error), error)
+    pairs = _keys_and_values(writer, value)  # first, in the order of the reader
+    return Ext(code, _pack([*pairs, *writer.each(value, besides, lambda index: "._metadata")]))
+
+
+def _deque(writer: Writer, value: deque[Any]) -> Ext:
+    items = list(value)  # a copy, since the deque may change
+    return Ext(Code.DEQUE, _pack([writer.each(value, items, "[{}]".format), value.maxlen]))
+
+
+def _slice(writer: Writer, value: slice) -> Ext:
+    parts = (value.start, value.stop, value.step)
+    names = (".start", ".stop", ".step")
+    return Ext(Code.SLICE, _pack(writer.each(value, parts, names.__getitem__)))
+
+
+def _int(writer: Writer, value: int) -> Any:
+    return value if value in _NATIVE_INTS else _scalar(writer, value)
+
+
+def _str(writer: Writer, value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        advice = "It holds a lone surrogate: send value.encode(errors='surrogatepass')."
+        return writer.unsupported(value, advice, error)
+    return value
+
+
+def _scalar(writer: Writer, value: Any) -> Any:
+    code, pack = scalars.PACKERS[type(value)]
+    try:
+        return Ext(code, pack(value))
+    except ValueError as error:
+        return writer.unsupported(value, str(error), error)
+
+
+def _bytes(writer: Writer, value: bytes) -> Any:
+    return value if len(value) < MIN_BUFFER_NBYTES else writer.buffer(Code.BYTES, value)
+
+
+def _bytearray(writer: Writer, value: bytearray) -> Ext:
+    return writer.buffer(Code.BYTEARRAY, memoryview(value))
+
+
+def _memoryview(writer: Writer, value: memoryview) -> Any:
+    if holds_references(value):
+        return writer.unsupported(value, "It holds references to objects: send the objects.")
+    if value.nbytes < MIN_BUFFER_NBYTES or not value.c_contiguous:
+        return _bytes(writer, value.tobytes())
+    return writer.buffer(Code.BYTES, value.cast("B"))
+
+
+def _array(writer: Writer, value: np.ndarray[Any, Any]) -> Any:
+    body = arrays.array_body(value)
+    if body is not None:
+        writer.put_beside(arrays.array_bytes(value))
+        return Ext(Code.ARRAY, body)
+    body = structured.array_body(value)
+    if body is None:
+        return writer.unsupported(value, structured.advice_for(value))
+    writer.put_beside(structured.array_bytes(value))
+    return Ext(Code.STRUCTURED_ARRAY, body)
+
+
+def _numpy_scalar(writer: Writer, value: np.generic) -> Any:
+    parts = arrays.scalar_parts(value)
+    if parts is None:
+        advice = f"Its dtype {value.dtype} is not carried: convert it, such as by .item()."
+        return writer.unsupported(value, advice)
+    code, content = parts
+    return Ext(Code.NUMPY_SCALAR, _pack([code, writer.lower(content) if code == "U" else content]))
+
+
+def _tensor(writer: Writer, value: Any) -> Any:
+    advice = tensors.advice_for(value)
+    if advice is not None:
+        return writer.unsupported(value, advice)
+    if tensors.is_parameter(value):
+        code, (body, data) = Code.PARAMETER, tensors.parameter_body(value)
+    else:
+        code, (body, data) = Code.TENSOR, tensors.tensor_body(value)
+    writer.put_beside(data)
+    return Ext(code, body)
+
+
+def _enum(writer: Writer, carried: EnumClass, value: Any) -> Any:
+    try:
+        key = carried.key_of(value)
+    except ValueError as error:
+        return writer.unsupported(value, str(error), error)
+    return Ext(Code.ENUM, _pack([carried.name, writer.lower(key)]))
+
+
+def _record(writer: Writer, carried: RecordClass, value: Any) -> Any:
+    try:
+        values = carried.values_of(value)
+    except AttributeError as error:
+        return writer.unsupported(value, f"One of its fields was never set: {error}.", error)
+    lowered = writer.each(value, values, lambda index: f".{carried.fields[index]}")
+    return Ext(Code.RECORD, _pack([carried.name, carried.signature, lowered]))
+
+
+def _hooked(writer: Writer, carried: HookedClass, value: Any) -> Any:
+    """Return what a hook makes of a value; ``NotImplemented`` if it leaves it to the codec."""
+    if writer.sending is None:
+        writer.sending = TakeContext(writer.peer)
+    try:
+        state = carried.take(value, writer.sending)
+    except RankwireError as error:
+        raise Refusal(value, error.message) from error
+    except Exception as error:
+        what = one_line(f"{type_name(error)}: {text_of(error)}")
+        raise Refusal(value, f"Its hook raised {what}") from error
+    if state is NotImplemented:
+        return state
+    (lowered,) = writer.each(value, (state,), lambda index: ".state")
+    return Ext(Code.HOOKED, _pack([carried.name, lowered]))
+
+
+def _other(writer: Writer, value: Any) -> Any:
+    carried = writer.classes.of_class(type(value))
+    if isinstance(carried, HookedClass):
+        lowered = _hooked(writer, carried, value)
+        if lowered is not NotImplemented:
+            return lowered
+    if isinstance(carried, RecordClass):
+        return _record(writer, carried, value)
+    if isinstance(carried, EnumClass):
+        return _enum(writer, carried, value)
+    if isinstance(value, np.generic):
+        return _numpy_scalar(writer, value)
+    if tensors.is_tensor(value):
+        return _tensor(writer, value)
+    extents = tensors.size_of(value)
+    if extents is not None:
+        return Ext(Code.TORCH_SIZE, _pack(extents))
+    constant = tensors.constant_of(value)
+    if constant is not None:
+        return Ext(Code.TORCH_CONSTANT, _pack(constant))
+    return writer.unsupported(value, advice_for(value))
+
+
 _LOWER: dict[type, Callable[[Writer, Any], Any]] = {
-    **dict.fromkeys(scalars.PACKERS, Writer._scalar),
-    int: Writer._int,
-    str: Writer._str,
-    list: Writer._list,
-    tuple: Writer._tuple,
-    set: Writer._set,
-    frozenset: Writer._frozenset,
-    dict: Writer._dict,
-    **dict.fromkeys(KEYED, Writer._keyed),
-    deque: Writer._deque,
-    slice: Writer._slice,
-    bytes: Writer._bytes,
-    bytearray: Writer._bytearray,
-    memoryview: Writer._memoryview,
-    np.ndarray: Writer._array,
+    **dict.fromkeys(scalars.PACKERS, _scalar),
+    int: _int,
+    str: _str,
+    list: _list,
+    tuple: _tuple,
+    set: _set,
+    frozenset: _frozenset,
+    dict: _dict,
+    **dict.fromkeys(KEYED, _keyed),
+    deque: _deque,
+    slice: _slice,
+    bytes: _bytes,
+    bytearray: _bytearray,
+    memoryview: _memoryview,
+    np.ndarray: _array,
 }
 _CONTAINERS = frozenset((list, dict))
 # Tested before registered classes, so these cannot have hooks.

@@ -82,9 +82,13 @@ def unpack_loan(description: bytearray, *, max_nbytes: int) -> Loan:
         raise error
     if not 0 < number <= MAX_NUMBER or guard % 8 or receipt % 8:
         raise ProtocolError("a loan has no number, or a word of it is not aligned")
-    for address, length in [(guard, 8), (receipt, 8), *pieces]:
-        if not address or not length or address + length > _HIGHEST_ADDRESS:
-            raise ProtocolError(f"a loan has {length} bytes at {address:#x}")
+    _check_addresses([(guard, 8), (receipt, 8), *pieces])
     if sum(length for _, length in pieces) != nbytes:
         raise ProtocolError(f"a loan of {nbytes} bytes has pieces of another sum")
     return Loan(number, guard, receipt, nbytes, pieces)
+
+
+def _check_addresses(pieces: Iterable[tuple[int, int]]) -> None:
+    for address, length in pieces:
+        if not address or not length or address + length > _HIGHEST_ADDRESS:
+            raise ProtocolError(f"a loan has {length} bytes at {address:#x}")

@@ -190,8 +190,7 @@ class Mailbox:
             return None
         if receive.is_wanted:
             receive.complete(source)
-            if receive.on_done is not None and self.due is not None:
-                self.due.append(receive)
+            self._note_due([receive])
         self.placing = None
         return receive if receive.payload is not None else None
 
@@ -215,40 +214,51 @@ class Mailbox:
                 return receive
             source = map(whole_of, source)
         wanted = self.wanted_by.get(key)
-        if wanted is not None and len(wanted) == 1:  # as below, for almost all messages
+        if wanted:
             receive = wanted[0]
-            if receive.posted and not receive.done and receive.nbytes is None:
+            if len(wanted) == 1 and receive.nbytes is None and receive.posted and not receive.done:
+                # As ``_deliver_in_turn`` does, without a call: so are almost all messages.
                 receive._cell.extend(source)
                 receive.done = True
                 if receive.on_done is not None and self.due is not None:
                     self.due.append(receive)
                 del self.wanted_by[key]
                 return receive
-        while wanted:
-            receive = wanted[0]
-            if not receive.posted or receive.done:
-                pass  # withdrawn or ended by a thread that was interrupted then
-            elif receive.nbytes is None or receive.nbytes == len(payload):
-                receive.complete(source)
-                if receive.on_done is not None and self.due is not None:
-                    self.due.append(receive)
-                wanted.popleft()
-                if not wanted:
-                    del self.wanted_by[key]
+            receive = self._deliver_in_turn(key, wanted, len(payload), source)
+            if receive is not None:
                 return receive
-            else:
-                receive.fail(SizeMismatchError(receive.nbytes, len(payload)))
-                self.misfits.append(receive)
-            wanted.popleft()
-            if not wanted:
-                del self.wanted_by[key]
+        self._keep(key, payload, source)
+        return None
+
+    def _keep(self, key: Envelope, payload: Payload, source: Iterable[Payload]) -> None:
+        """Keep a message that no receive waits for, or drop it."""
         if not self._keep_unmatched or (self._refused and _family(key) in self._refused):
             deque(source, 0)
             self.dropped += 1
         else:
             self.arrived.setdefault(key, deque()).extend(source)
             self._count(1, len(payload))
-        return None
+
+    def _deliver_in_turn(
+        self, key: Envelope, wanted: deque[Receive], nbytes: int, source: Iterable[Payload]
+    ) -> Receive | None:
+        """Deliver a message to the first receive that it fits; fail those before it."""
+        taker = None
+        while wanted and taker is None:
+            receive = wanted[0]
+            if not receive.is_wanted:
+                pass  # withdrawn or ended by a thread that was interrupted then
+            elif receive.nbytes is None or receive.nbytes == nbytes:
+                receive.complete(source)
+                self._note_due([receive])
+                taker = receive
+            else:
+                receive.fail(SizeMismatchError(receive.nbytes, nbytes))
+                self.misfits.append(receive)
+            wanted.popleft()
+            if not wanted:
+                del self.wanted_by[key]
+        return taker
 
     def refuse(self, envelope: Envelope) -> None:
         """Drop the arrived and all later messages of a tag's family; of the last 256 families."""
@@ -278,16 +288,7 @@ class Mailbox:
     def tidy(self) -> None:
         """Repair what an interrupted thread has left. Safe to repeat."""
         for key, wanted in list(self.wanted_by.items()):
-            for receive in wanted:
-                if receive._cell and not receive.done:
-                    receive.done = True
-                if receive.done:
-                    self._note_due([receive])
-            waiting = deque(r for r in wanted if r.is_wanted and r is not self.placing)
-            if waiting:
-                self.wanted_by[key] = waiting
-            else:
-                del self.wanted_by[key]
+            self._tidy_wanted(key, wanted)
         if self.placing is not None and self.placing.payload is not None:
             self.placing.done = True
             self._note_due([self.placing])
@@ -301,6 +302,16 @@ class Mailbox:
         self._count(0, 0)
         if self.failure is not None:
             self.fail(self.failure)
+
+    def _tidy_wanted(self, key: Envelope, wanted: deque[Receive]) -> None:
+        for receive in wanted:
+            receive.done = receive.done or bool(receive._cell)
+        self._note_due([receive for receive in wanted if receive.done])
+        waiting = deque(r for r in wanted if r.is_wanted and r is not self.placing)
+        if waiting:
+            self.wanted_by[key] = waiting
+        else:
+            del self.wanted_by[key]
 
     def fail(self, error: RankwireError) -> list[Receive]:
         """End every receive, now and later, with ``error``; arrived messages can still be taken."""

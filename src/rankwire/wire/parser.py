@@ -196,6 +196,13 @@ class FrameParser:
         large: LargePayload | None,
     ) -> _Place:
         """Return the reader's place: between two frames the same tuple each time, if possible."""
+        if start == end:
+            start = end = 0
+        elif start:
+            # Make room for the rest of the frame. Copied, not moved: the old state stays valid.
+            rest = self._allocate(self._buffer_nbytes)
+            rest[: end - start] = view[start:end]
+            buffer, view, start, end = rest, memoryview(rest), 0, end - start
         place = (start, end, sealed, buffer, view, large)
         if end or large is not None or self._seal is not None or self._max_nbytes < len(buffer):
             return place
@@ -281,10 +288,8 @@ class FrameParser:
         seal, seal_nbytes, ring = self._seal, self._seal_nbytes, self.ring
         while end - start >= HEADER_NBYTES:
             if ring is not None:
-                try:
-                    read = ring.take(read, sequence, frames)
-                except ProtocolError as error:
-                    self.violation = error.kept()
+                read = self._take_records(ring, read, sequence, frames)
+                if self.violation is not None:
                     break
             channel, number, group, tag, nbytes = HEADER.unpack_from(buffer, start)
             if channel not in CHANNELS or number != sequence or nbytes > self._max_nbytes:
@@ -303,33 +308,37 @@ class FrameParser:
                     sealed += 1
                 frames.append(_new_frame(Frame, ((group, channel, tag), payload)))
                 start = stop + seal_nbytes
-                if channel >= FIRST_SPECIAL:
-                    is_special = True
+                is_special |= channel >= FIRST_SPECIAL
                 sequence = (sequence + 1) & SEQUENCE_MASK
             elif stop + seal_nbytes - start > self._buffer_nbytes and end - body >= seal_nbytes:
                 envelope = (group, channel, tag)
                 large = self._begin_large(envelope, nbytes, view[start:end], sealed, frames)
-                if large is None:
-                    break
-                head_nbytes = len(large.payload) - len(large.body)
-                start = body + seal_nbytes + head_nbytes + large.filled
-                sequence = (sequence + 1) & SEQUENCE_MASK
+                if large is not None:
+                    head_nbytes = len(large.payload) - len(large.body)
+                    start = body + seal_nbytes + head_nbytes + large.filled
+                    sequence = (sequence + 1) & SEQUENCE_MASK
                 break
             else:
                 break  # incomplete; or large and sealed, without its header's seal
         if self.violation is not None:
-            if not frames:
-                raise self.violation.copy()
             is_special = True
-        if start == end:
-            start = end = 0
-        elif start:
-            # Make room for the rest of the frame. Copied, not moved: the old state stays valid.
-            rest = self._allocate(self._buffer_nbytes)
-            rest[: end - start] = view[start:end]
-            buffer, view, start, end = rest, memoryview(rest), 0, end - start
+            self._raise_unless(frames)
         place = self._place(start, end, sealed, buffer, view, large)
         return (frames, [], sequence, place, read), is_special
+
+    def _take_records(
+        self, ring: RingReader, read: int, sequence: int, frames: deque[Frame]
+    ) -> int:
+        try:
+            return ring.take(read, sequence, frames)
+        except ProtocolError as error:
+            self.violation = error.kept()
+            return read
+
+    def _raise_unless(self, frames: deque[Frame]) -> None:
+        """Raise the violation, unless there are frames before it."""
+        if self.violation is not None and not frames:
+            raise self.violation.copy()
 
     def is_farewell(self, tail: bytes) -> bool:
         """Return whether a stream whose unread bytes end like this ends with a genuine farewell."""
