@@ -62,10 +62,9 @@ _NO_FRAMES: deque[Frame] = deque()  # shared by all parsers that have not read; 
 class FrameParser:
     """The receiving state of one direction of a connection. One reader at a time.
 
-    A signal may end the reader between any two bytecodes, and another reader continues. So
-    receiving bytes and noting their number are one call of a C function (``read``), and one
-    assignment replaces all that parsing changes (``commit``). Before it, parsing again gives the
-    same result.
+    A signal may end the reader between any two bytecodes. So one call of a C function receives
+    bytes and notes their number (``read``), and one assignment replaces all that parsing changes
+    (``commit``). Before it, parsing again gives the same result.
 
     A ring's records (``wire.ring``) of a number come before the stream's frame of that number.
 
@@ -238,12 +237,8 @@ class FrameParser:
     def parse(self) -> tuple[_State, bool]:
         """Return the state after the bytes that came last; nothing changes until ``commit``.
 
-        Returns:
-            The next state, and whether its frames include a greeting, a farewell or a loan, or a
-            violation follows them.
-
-        Raises:
-            ProtocolError: The stream is invalid.
+        Also returns whether its frames include a greeting, a farewell or a loan, or a violation
+        follows them. Raises ``ProtocolError`` if the stream is invalid.
         """
         if self.violation is not None:
             raise self.violation.copy()
@@ -336,7 +331,6 @@ class FrameParser:
             return read
 
     def _raise_unless(self, frames: deque[Frame]) -> None:
-        """Raise the violation, unless there are frames before it."""
         if self.violation is not None and not frames:
             raise self.violation.copy()
 
@@ -356,7 +350,6 @@ class FrameParser:
     def _begin_large(
         self, envelope: Envelope, nbytes: int, come: memoryview, number: int, frames: deque[Frame]
     ) -> LargePayload | None:
-        """Begin a large payload; set a violation and return None if its header is not genuine."""
         header, first = come[:HEADER_NBYTES], come[HEADER_NBYTES:]
         mac = None
         if self._seal is not None:
@@ -380,7 +373,6 @@ class FrameParser:
         return large.plus(len(first))
 
     def _memory_for(self, nbytes: int) -> bytearray | None:
-        """Allocate memory for a large payload; set a violation and return None if there is none."""
         try:
             return self._allocate(nbytes)
         except MemoryError as error:
