@@ -10,8 +10,8 @@
 - Collectives: CollectiveMismatchError, CollectiveAbortedError, MembershipError
 - Processes: ForkedProcessError, RankFailedError, RanksStuckError
 
-Each also derives from the builtin exception that a user would catch. An error has its data as
-attributes and can be pickled. Its text ends with the context of the operation.
+All derive from ``RankwireError`` and from the builtin exception that a user would catch. An error
+has its data as attributes and can be pickled. Its text ends with the context of the operation.
 """
 
 from __future__ import annotations
