@@ -183,7 +183,7 @@ def raw_peer(
         sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
     try:
         hello = impostor._formation.hello(purpose, victim.rank)
-        key = impostor._formation.key_with(victim.rank)
+        key = impostor._formation.keys.shared[victim.rank]
         authenticate(sock, hello, key=key, deadline=deadline)
     except BaseException:
         sock.close()

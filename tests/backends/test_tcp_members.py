@@ -147,10 +147,10 @@ def test_a_rank_that_falls_again_and_again_is_told_of_once_and_costs_no_other_it
 def keys_of(rank):
     """Return every key that a rank has, or can make of what it has; it was given the secret."""
     formation = rank._formation
-    keys = [formation.key, handshake_key(SECRET), SECRET]
+    keys = [formation.keys.own, handshake_key(SECRET), SECRET]
     keys += [rank_key(SECRET, other) for other in range(rank.world_size)]
     others = set(range(rank.world_size)) - {rank.rank}
-    return keys + [formation.key_with(other) for other in others]
+    return keys + [formation.keys.shared[other] for other in others]
 
 
 def connect_as_another(hostile, to, purpose, key, **claims):
@@ -226,8 +226,8 @@ def test_every_pair_has_a_key_of_its_own_and_nobody_else_has_it():
     with tcp_world(4, secret=SECRET) as world:
         keys = {
             frozenset((a.rank, b.rank)): {
-                a._formation.key_with(b.rank),
-                b._formation.key_with(a.rank),
+                a._formation.keys.shared[b.rank],
+                b._formation.keys.shared[a.rank],
             }
             for a, b in itertools.combinations(world, 2)
         }
@@ -243,7 +243,7 @@ def test_a_new_world_has_new_keys():
     seen = []
     for _ in range(2):
         with tcp_world(2, secret=SECRET) as world:
-            seen.append(world[0]._formation.key_with(1))
+            seen.append(world[0]._formation.keys.shared[1])
     assert seen[0] != seen[1]
 
 
@@ -273,8 +273,8 @@ def test_keys_do_not_travel_for_all_to_read():
         overhearing = Running(overhear)
         one = Running(TcpBackend, 1, 2, address_of(relay), **options)
         with zero.result() as first, one.result() as second:
-            key = first._formation.key_with(1)
-            assert key == second._formation.key_with(0)
+            key = first._formation.keys.shared[1]
+            assert key == second._formation.keys.shared[0]
         overhearing.result()
     heard = b"".join(passed)
     assert len(heard) > 500
@@ -452,7 +452,7 @@ def test_inside_tls_the_certificate_of_a_launcher_does_not_open_a_connection_as_
         for purpose in Purpose:
             hello = replace(world[HOSTILE]._formation.hello(purpose, 0), service=7)
             formation = world[HOSTILE]._formation
-            key = formation.key if purpose is Purpose.JOIN else formation.key_with(0)
+            key = formation.keys.own if purpose is Purpose.JOIN else formation.keys.shared[0]
             deadline = Deadline(PATIENCE)
             with (
                 contextlib.closing(
@@ -473,7 +473,7 @@ def test_inside_tls_the_certificate_of_one_rank_does_not_open_a_connection_as_an
         hello = replace(world[HOSTILE]._formation.hello(purpose, 0), rank=1)
         # As if it had learnt the right key: the certificate alone keeps it out.
         formation = world[1]._formation
-        key = formation.key if purpose is Purpose.JOIN else formation.key_with(0)
+        key = formation.keys.own if purpose is Purpose.JOIN else formation.keys.shared[0]
         member = world[HOSTILE]._peers[0].member
         deadline = Deadline(PATIENCE)
         with (
@@ -491,7 +491,7 @@ def test_inside_tls_the_certificate_of_one_rank_does_not_open_a_connection_as_an
 def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
     with tcp_world(3, secret=SECRET, transport="tcp") as world:
         say_hello(*world)
-        key = world[HOSTILE]._formation.key_with(0)
+        key = world[HOSTILE]._formation.keys.shared[0]
         with contextlib.ExitStack() as stack:
 
             def connect(service):
@@ -515,7 +515,7 @@ def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
 
 def test_many_connections_for_one_agent_are_bounded_too():
     with tcp_world(2, secret=SECRET, transport="tcp") as world:
-        key = world[1]._formation.key_with(0)
+        key = world[1]._formation.keys.shared[0]
         with RpcAgent(world[0]), contextlib.ExitStack() as stack:
             (port,) = world[0]._ports.all()
             service = port.service

@@ -494,7 +494,7 @@ def test_inside_tls_a_rank_cannot_stand_between_two_others(files):
             deadline = Deadline(PATIENCE)
             sock = connect_tcp(TcpAddress(*listener.getsockname()), deadline)
             hello = world[1]._formation.hello(Purpose.MESSAGES, 0)
-            key = world[1]._formation.key_with(0)
+            key = world[1]._formation.keys.shared[0]
             with contextlib.closing(sock), pytest.raises(AuthenticationError):
                 authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
             assert not relaying.result(), "the listener has refused too"
@@ -510,7 +510,7 @@ class Attacker:
     def __init__(self, world):
         self.world = world
         self.genuine = world[1]._formation.hello(Purpose.MESSAGES, 0)
-        self.key = world[1]._formation.key_with(0)
+        self.key = world[1]._formation.keys.shared[0]
         member = world[1]._peers[0].member
         self.address = TcpAddress(member.host, member.port)
 
@@ -657,7 +657,7 @@ def test_a_message_that_is_too_large_is_refused_from_its_header():
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             hello = formation.hello(Purpose.MESSAGES, 0)
-            authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
+            authenticate(sock, hello, key=formation.keys.shared[0], deadline=deadline)
             sock.sendall(pack_header((0, Channel.MESSAGE, 0), (1 << 20) + 1, 0))
             with pytest.raises(ProtocolError, match="1048577 bytes, the limit is 1048576"):
                 world[0].recv(1)
@@ -673,5 +673,5 @@ def test_a_dialler_that_leaves_seals_out_is_refused_by_its_own_words():
             hello = formation.hello(Purpose.MESSAGES, 0)
             assert hello.protection == Protection.NONE
             with pytest.raises(NoConnectionError, match="wants sealed frames"):
-                authenticate(sock, hello, key=formation.key_with(0), deadline=deadline)
+                authenticate(sock, hello, key=formation.keys.shared[0], deadline=deadline)
         say_hello(world)

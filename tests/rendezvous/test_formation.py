@@ -611,7 +611,7 @@ def test_a_connection_of_a_rank_that_cannot_be_is_refused(rank, peer):
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             # Who is nobody has no key. With that of rank 1, it is told where it is not.
             with pytest.raises((NoConnectionError, AuthenticationError)):
-                authenticate(sock, hello, key=world[1]._formation.key_with(0), deadline=deadline)
+                authenticate(sock, hello, key=world[1]._formation.keys.shared[0], deadline=deadline)
         say_hello(world)
 
 
@@ -632,7 +632,7 @@ def test_nobody_joins_through_a_rank_that_does_not_coordinate():
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             with pytest.raises(AuthenticationError):
-                authenticate(sock, hello, key=world[1]._formation.key, deadline=deadline)
+                authenticate(sock, hello, key=world[1]._formation.keys.own, deadline=deadline)
         say_hello(world)
 
 
@@ -664,7 +664,7 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Ranks that seem to be on another host than the coordinator."""
-    monkeypatch.setattr("rankwire.rendezvous.formation.host_id", lambda: "elsewhere")
+    monkeypatch.setattr("rankwire.rendezvous.own_listeners.host_id", lambda: "elsewhere")
 
 
 def free_range(count: int) -> int:
@@ -819,7 +819,7 @@ def test_ranks_share_the_secret_of_the_environment_which_is_removed(monkeypatch,
     with tcp_world(2) as world:
         assert "RANKWIRE_SECRET" not in os.environ
         assert list(folder.glob("secret-*")) == []
-        assert world[0]._formation.key == rank_key(SECRET, 0)
+        assert world[0]._formation.keys.own == rank_key(SECRET, 0)
         say_hello(world)
 
 
@@ -836,8 +836,8 @@ def test_no_secret_is_ever_logged_or_printed(secret, caplog):
         backends = [rank.result() for rank in (zero, *world)]
         say_hello(backends)
         formation = backends[0]._formation
-        known = {formation.key, rank_key(b"wrong " + SECRET, 1), b"wrong " + SECRET, SECRET}
-        known |= {rank_key(SECRET, 1), *formation._keys.values()}
+        known = {formation.keys.own, rank_key(b"wrong " + SECRET, 1), b"wrong " + SECRET, SECRET}
+        known |= {rank_key(SECRET, 1), *formation.keys.shared.values()}
         known.add(AgreedSecret(forming.port).read() or SECRET)
         backends[2].close()
         shown += [*backends, formation, formation.acceptor, *vars(formation).values()]

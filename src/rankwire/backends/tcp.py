@@ -40,6 +40,7 @@ from rankwire.mesh.transport import NEW_GROUP
 from rankwire.observe.stacks import stacks
 from rankwire.observe.status import PeerStatus
 from rankwire.rendezvous.formation import Formation
+from rankwire.rendezvous.own_listeners import OwnKeys, OwnListeners
 from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.rendezvous.secret import given_secret
 from rankwire.shutdown import close_at_exit
@@ -199,20 +200,26 @@ class TcpBackend(Mesh):
         policy = choose_policy(security, where, integrity=integrity, tls=tls)
         self.security = policy.mode
         self.ranks_return = has_coordinator
+        if listener is not None and (self.rank != 0 or has_coordinator):
+            raise ConfigurationError("only a rank 0 that coordinates takes a listener")
+        insecure = policy.mode == "insecure"
+        found = given_secret(secret, loopback=where.is_loopback, insecure=insecure)
+        listeners = OwnListeners(
+            self.rank,
+            ListeningPlace() if listen is None else ListeningPlace.parse(listen),
+            advertise=advertise,
+            share_files=transport != "tcp",
+            listener=listener,
+        )
         self._formation = Formation(
             self,
             where,
-            secret=given_secret(
-                secret, loopback=where.is_loopback, insecure=policy.mode == "insecure"
-            ),
+            keys=OwnKeys(self.rank, found),
+            listeners=listeners,
             job=job,
             policy=policy,
-            share_files=transport != "tcp",
-            listener=listener,
             patience=Patience(suspect_after, fail_after),
             has_coordinator=has_coordinator,
-            place=ListeningPlace() if listen is None else ListeningPlace.parse(listen),
-            advertise=advertise,
         )
         self.roll = RollClient(self._formation.report)
         self.roll.add(self)
@@ -342,7 +349,7 @@ class TcpBackend(Mesh):
         self.roll.note_back(member.rank)
         if member.rank not in self._peers:
             raise ProtocolError(f"the coordinator reports rank {member.rank}, which is not a peer")
-        self._formation.take_key(joined)
+        self._formation.keys.take(joined)
         self._hosts[member.rank] = member.host_id
         self._replace(self._meet(member))
 

@@ -74,7 +74,7 @@ class Dialling:
                     return authenticate(
                         sock,
                         hello,
-                        key=self._formation.key_with(rank),
+                        key=self._formation.keys.shared[rank],
                         deadline=deadline,
                         check=peer.check,
                         policy=self._formation.policy,
