@@ -1,7 +1,4 @@
-"""Receiving: the steps by which a message is taken, used, and taken again if it was taken back.
-
-Knows of a backend only its ``Transport``.
-"""
+"""Receive messages through a ``Transport``, and skip those that their sender has withdrawn."""
 
 from __future__ import annotations
 
@@ -33,16 +30,16 @@ def take(
     *,
     into: Destination | None = None,
 ) -> T:
-    """Receive the next message that its sender has not taken back, and use it.
+    """Receive the next message that its sender has not withdrawn, and return ``read(message)``.
 
     Args:
         ranks: The group.
-        src: Who sends it.
+        src: The rank that sends it.
         tag: Its tag.
         deadline: For all of it.
         nbytes: Its size, if that is fixed.
-        read: Makes the result of it.
-        into: Where it is to come, if it can.
+        read: Makes the result of the message.
+        into: The memory for it, if it can arrive there.
     """
     envelope = (ranks.group, Channel.MESSAGE, tag)
     while True:

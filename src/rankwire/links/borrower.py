@@ -1,7 +1,7 @@
-"""The borrower: a payload that lies in the memory of another process of this host, as a parcel.
+"""The borrower: reads a payload out of the memory of another process of this host.
 
-The thread that wants it copies it straight to where it wants it. If the receive is only posted, the
-thread that reads the connection does so (``bring_to``). Then it is given back with a receipt. The
+The receiving thread copies it straight to its destination. If the receive is only posted, the
+thread that reads the connection does so (``bring_to``). Then a receipt releases the sender. The
 other end is ``lender``; the protocol between them is in ``wire.loans``. The lock of a ``Borrowed``
 guards its state.
 """
@@ -41,15 +41,14 @@ class Borrowed(UnreadPayload):
     """A payload in the memory of another process.
 
     Args:
-        loan: Where it lies.
+        loan: Where it is.
         pid: The process.
         peer: Its rank, for errors.
-        clock: By which a decision of its is waited for.
-        fail: Called with the cause if the process is gone; returns what to raise.
+        clock: The clock by which to wait for the sender's decision.
+        fail: Called with the cause if the process is gone; returns the error to raise.
 
     Attributes:
         place: The memory of a posted receive to which it is being copied, or was.
-        translate: Gives an error the ranks of the group that the message belongs to.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class Borrowed(UnreadPayload):
         return guard.value if count == WORD_NBYTES else None
 
     def _why_not(self, number: int) -> RankwireError:
-        """The memory could not be read: it was taken back, or refused, or its owner is gone."""
+        """Return why the memory could not be read: revoked, refused, or its owner is gone."""
         guard = self._guard()
         if guard is None:
             reason = os.strerror(number) if number else "only a part of it is there"

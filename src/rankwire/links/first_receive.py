@@ -1,13 +1,13 @@
-"""One message from whichever of several inboxes has one first.
+"""Receive one message from the first of several inboxes that has one.
 
-It is asked for in all of them. The first that comes is taken; the receives in the other inboxes are
-taken back at that moment, by whichever thread has read it, so that none holds what is for others.
-If a second one has come by then, that is put back to the head of its queue.
+A receive is posted in all of them. The first message ends it; the thread that has read it withdraws
+the receives in the other inboxes. A second message that has come by then is put back to the head of
+its queue.
 
-Who waits reads the connections that nobody else reads, and sleeps at all of them at once. In each
-inbox it hangs a bell among the threads that are parked there: so it hears of a message that
-another thread has read, of a connection that has come, and when a reading role is left. A rank
-that was gone and is back has another inbox, and is asked there.
+The waiting thread reads the connections that no other thread reads, and sleeps at all of them at
+once. It parks a bell in each inbox, which rings when another thread has read the message, a
+connection is added, or a reading role is left. A rank that was restarted has another inbox, and the
+receive is posted there.
 
 Locks: ``_lock`` guards the choice alone; nothing is done under it.
 """

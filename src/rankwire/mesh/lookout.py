@@ -25,15 +25,15 @@ class Link(NamedTuple):
 
 
 class Lookout:
-    """What a thread does that waits: it reads whatever other ranks have sent.
+    """Reads what other ranks have sent, for a thread that waits.
 
-    So what this rank has posted moves on, whatever it waits for, and ranks that all send first, in
-    pairs or in a circle, do not wait for each other.
+    So posted messages progress whatever the thread waits for, and ranks that all send first, in
+    pairs or in a circle, do not deadlock.
 
     Args:
-        clock: By which ``check`` is called now and then.
-        inboxes: Those of the ranks that have connected to this one.
-        check: Raises if it makes no sense any more to wait; called now and then.
+        clock: The clock for the calls of ``check``.
+        inboxes: The inboxes of the ranks that have connected to this one.
+        check: Called now and then; raises if waiting is pointless.
     """
 
     def __init__(
