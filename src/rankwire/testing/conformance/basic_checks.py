@@ -21,7 +21,7 @@ from rankwire.errors import (
     SizeMismatchError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.testing.conformance.tools import SIZES, expect, run_in_worlds
+from rankwire.testing.conformance.tools import SIZES, expect, on_every_rank, run_in_worlds
 from rankwire.testing.ranks import MakeWorld, in_parallel
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -115,28 +115,24 @@ def a_receiver_owns_its_message(make_world: MakeWorld) -> None:
         assert message == b"xbc"
 
 
-def every_pair_talks_directly(make_world: MakeWorld) -> None:
-    def talk(backend: Backend) -> None:
-        others = [peer for peer in range(4) if peer != backend.rank]
-        for peer in others:
-            backend.send(f"{backend.rank} to {peer}".encode(), peer)
-        for peer in others:
-            assert backend.recv(peer) == f"{peer} to {backend.rank}".encode()
-
-    run_in_worlds(make_world, talk, (4,))
+@on_every_rank(4)
+def every_pair_talks_directly(backend: Backend) -> None:
+    others = [peer for peer in range(4) if peer != backend.rank]
+    for peer in others:
+        backend.send(f"{backend.rank} to {peer}".encode(), peer)
+    for peer in others:
+        assert backend.recv(peer) == f"{peer} to {backend.rank}".encode()
 
 
-def a_waiting_receive_does_not_delay_a_send(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        other = 1 - backend.rank
+@on_every_rank(2)
+def a_waiting_receive_does_not_delay_a_send(backend: Backend) -> None:
+    other = 1 - backend.rank
 
-        def send() -> None:
-            REAL_TIME.sleep(0.05)  # both receives wait by now
-            backend.send(b"go on", other, tag=1)
+    def send() -> None:
+        REAL_TIME.sleep(0.05)  # both receives wait by now
+        backend.send(b"go on", other, tag=1)
 
-        in_parallel([send, lambda: backend.recv(other, tag=1)], timeout=10)
-
-    run_in_worlds(make_world, each, (2,))
+    in_parallel([send, lambda: backend.recv(other, tag=1)], timeout=10)
 
 
 def too_large_a_message_is_refused_at_once(make_world: MakeWorld) -> None:
@@ -246,16 +242,14 @@ def a_barrier_names_the_missing(make_world: MakeWorld) -> None:
         in_parallel([backend.barrier for backend in world])
 
 
-def barriers_and_messages_never_mix(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
-        for number in range(50):
-            backend.send(bytes([number]), right)
-            backend.barrier()
-        for number in range(50):
-            assert backend.recv(left) == bytes([number])
-
-    run_in_worlds(make_world, each, (3,))
+@on_every_rank(3)
+def barriers_and_messages_never_mix(backend: Backend) -> None:
+    right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
+    for number in range(50):
+        backend.send(bytes([number]), right)
+        backend.barrier()
+    for number in range(50):
+        assert backend.recv(left) == bytes([number])
 
 
 # -- threads and closing ---------------------------------------------------------------------------

@@ -21,7 +21,14 @@ from rankwire.errors import (
     InvalidRankError,
     SelfSendError,
 )
-from rankwire.testing.conformance.tools import SIZES, expect, has_values, run_all, run_in_worlds
+from rankwire.testing.conformance.tools import (
+    SIZES,
+    expect,
+    has_values,
+    on_every_rank,
+    run_all,
+    run_in_worlds,
+)
 from rankwire.testing.ranks import MakeWorld
 
 
@@ -150,36 +157,32 @@ def an_op_that_means_nothing_is_refused(make_world: MakeWorld) -> None:
                     assert op in str(expect(ConfigurationError, refused))
 
 
-def the_root_alone_gets_the_result(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        for root in range(size):
-            mine = np.array([[rank, 1], [10 * rank, 2]])
-            total = operations.reduce(backend, mine, root)
-            joined = operations.gather(backend, mine, root)
-            values = objects.gather_object(backend, {"rank": rank}, root)
-            assert has_values(mine, [[rank, 1], [10 * rank, 2]])
-            if rank != root:
-                assert total is joined is values is None
-                continue
-            ranks = size * (size - 1) // 2
-            assert has_values(total, [[ranks, size], [10 * ranks, 2 * size]])
-            assert has_values(joined, np.concatenate([[[r, 1], [10 * r, 2]] for r in range(size)]))
-            assert values == [{"rank": r} for r in range(size)]
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def the_root_alone_gets_the_result(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    for root in range(size):
+        mine = np.array([[rank, 1], [10 * rank, 2]])
+        total = operations.reduce(backend, mine, root)
+        joined = operations.gather(backend, mine, root)
+        values = objects.gather_object(backend, {"rank": rank}, root)
+        assert has_values(mine, [[rank, 1], [10 * rank, 2]])
+        if rank != root:
+            assert total is joined is values is None
+            continue
+        ranks = size * (size - 1) // 2
+        assert has_values(total, [[ranks, size], [10 * ranks, 2 * size]])
+        assert has_values(joined, np.concatenate([[[r, 1], [10 * r, 2]] for r in range(size)]))
+        assert values == [{"rank": r} for r in range(size)]
 
 
-def a_broadcast_comes_from_any_root(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        for root in range(backend.world_size):
-            array = np.full((2, 2), 42.0 if backend.rank == root else -1.0, np.float32)
-            assert operations.broadcast(backend, array, root) is array
-            assert has_values(array, np.full((2, 2), 42.0, np.float32))
-            value = [10, 20, 30] if backend.rank == root else None
-            assert objects.broadcast_object(backend, value, root) == [10, 20, 30]
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def a_broadcast_comes_from_any_root(backend: Backend) -> None:
+    for root in range(backend.world_size):
+        array = np.full((2, 2), 42.0 if backend.rank == root else -1.0, np.float32)
+        assert operations.broadcast(backend, array, root) is array
+        assert has_values(array, np.full((2, 2), 42.0, np.float32))
+        value = [10, 20, 30] if backend.rank == root else None
+        assert objects.broadcast_object(backend, value, root) == [10, 20, 30]
 
 
 def a_root_outside_the_world_is_refused(make_world: MakeWorld) -> None:
@@ -200,22 +203,18 @@ def a_root_outside_the_world_is_refused(make_world: MakeWorld) -> None:
                 assert "5" in str(error)
 
 
-def gathering_joins_along_dim_0(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        pairs = operations.all_gather(backend, np.array([10 * rank, 10 * rank + 1]))
-        assert has_values(pairs, np.array([10 * r + i for r in range(size) for i in (0, 1)]))
-        rows = operations.all_gather(backend, np.full((2, 3), rank, np.float32), timeout=1.0)
-        assert has_values(
-            rows, np.repeat(np.arange(size, dtype=np.float32), 6).reshape(2 * size, 3)
-        )
-        assert operations.all_gather(backend, np.empty((0, 3))).shape == (0, 3)
-        assert has_values(operations.all_gather(backend, np.array(rank)), np.arange(size))
-        out = np.full(size, -1)
-        assert operations.all_gather(backend, np.array(rank), out=out) is out
-        assert has_values(out, np.arange(size))
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def gathering_joins_along_dim_0(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    pairs = operations.all_gather(backend, np.array([10 * rank, 10 * rank + 1]))
+    assert has_values(pairs, np.array([10 * r + i for r in range(size) for i in (0, 1)]))
+    rows = operations.all_gather(backend, np.full((2, 3), rank, np.float32), timeout=1.0)
+    assert has_values(rows, np.repeat(np.arange(size, dtype=np.float32), 6).reshape(2 * size, 3))
+    assert operations.all_gather(backend, np.empty((0, 3))).shape == (0, 3)
+    assert has_values(operations.all_gather(backend, np.array(rank)), np.arange(size))
+    out = np.full(size, -1)
+    assert operations.all_gather(backend, np.array(rank), out=out) is out
+    assert has_values(out, np.arange(size))
 
 
 def scattering_cuts_dim_0(make_world: MakeWorld) -> None:
@@ -311,64 +310,56 @@ def wrong_counts_are_refused(make_world: MakeWorld) -> None:
         assert set(run_all(world, disagree)) == {"rank 0 sends 2 rows to rank 1, which expects 3"}
 
 
-def lists_have_an_array_for_each_rank(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        rank, size = backend.rank, backend.world_size
-        parts = [np.full(at, float(rank)) for at in range(size)]  # that of rank 0 is empty
-        out = [np.empty(at) for at in range(size)]
-        assert operations.all_gather(backend, parts[rank], out=out) is out
-        for src, array in enumerate(out):
-            assert has_values(array, np.full(src, float(src)))
-        total = np.full(rank, float(sum(range(size))))
-        assert has_values(operations.reduce_scatter(backend, parts), total)
-        out = [np.empty(rank) for _ in range(size)]
-        assert operations.all_to_all(backend, parts, out=out) is out
-        for src, array in enumerate(out):
-            assert has_values(array, np.full(rank, float(src)))
-        last = size - 1
-        part = operations.scatter(backend, parts if rank == last else None, last)
-        assert has_values(part, np.full(rank, float(last)))
-        out = [np.empty(2) for _ in range(size)]
-        operations.gather(backend, np.full(2, float(rank)), last, out=out if rank == last else None)
-        if rank == last:
-            assert [array.tolist() for array in out] == [[src, src] for src in range(size)]
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def lists_have_an_array_for_each_rank(backend: Backend) -> None:
+    rank, size = backend.rank, backend.world_size
+    parts = [np.full(at, float(rank)) for at in range(size)]  # that of rank 0 is empty
+    out = [np.empty(at) for at in range(size)]
+    assert operations.all_gather(backend, parts[rank], out=out) is out
+    for src, array in enumerate(out):
+        assert has_values(array, np.full(src, float(src)))
+    total = np.full(rank, float(sum(range(size))))
+    assert has_values(operations.reduce_scatter(backend, parts), total)
+    out = [np.empty(rank) for _ in range(size)]
+    assert operations.all_to_all(backend, parts, out=out) is out
+    for src, array in enumerate(out):
+        assert has_values(array, np.full(rank, float(src)))
+    last = size - 1
+    part = operations.scatter(backend, parts if rank == last else None, last)
+    assert has_values(part, np.full(rank, float(last)))
+    out = [np.empty(2) for _ in range(size)]
+    operations.gather(backend, np.full(2, float(rank)), last, out=out if rank == last else None)
+    if rank == last:
+        assert [array.tolist() for array in out] == [[src, src] for src in range(size)]
 
 
-def lists_that_disagree_are_named(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        out = [np.empty(2), np.empty(3 + backend.rank)]
-        gather = partial(operations.all_gather, backend, np.ones(2 + 2 * backend.rank), out=out)
-        message = expect(CollectiveMismatchError, gather).message
-        assert "(3,)" in message
-        assert "(4,)" in message
-        send = partial(operations.all_to_all, backend, [np.ones(1)] * 2)
-        message = expect(CollectiveMismatchError, partial(send, out=out)).message
-        assert "rank 0 sends 8 bytes to rank 0, which expects 16" in message
-
-    run_in_worlds(make_world, each, (2,))
+@on_every_rank(2)
+def lists_that_disagree_are_named(backend: Backend) -> None:
+    out = [np.empty(2), np.empty(3 + backend.rank)]
+    gather = partial(operations.all_gather, backend, np.ones(2 + 2 * backend.rank), out=out)
+    message = expect(CollectiveMismatchError, gather).message
+    assert "(3,)" in message
+    assert "(4,)" in message
+    send = partial(operations.all_to_all, backend, [np.ones(1)] * 2)
+    message = expect(CollectiveMismatchError, partial(send, out=out)).message
+    assert "rank 0 sends 8 bytes to rank 0, which expects 16" in message
 
 
-def many_arrays_travel_together(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        rank, size = backend.rank, backend.world_size
-        mine = [np.full(2, rank), np.full((1, 3), rank + 0.5)]
-        first, second = coalesced.all_gather_coalesced(backend, mine)
-        assert has_values(first, np.repeat(np.arange(size), 2))
-        assert has_values(second, np.repeat(np.arange(size) + 0.5, 3).reshape(size, 3))
-        wholes = [np.arange(size), np.arange(2.0 * size)]
-        first, second = coalesced.reduce_scatter_coalesced(backend, wholes)
-        assert has_values(first, np.array([size * rank]))
-        assert has_values(second, size * np.array([2.0 * rank, 2.0 * rank + 1]))
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def many_arrays_travel_together(backend: Backend) -> None:
+    rank, size = backend.rank, backend.world_size
+    mine = [np.full(2, rank), np.full((1, 3), rank + 0.5)]
+    first, second = coalesced.all_gather_coalesced(backend, mine)
+    assert has_values(first, np.repeat(np.arange(size), 2))
+    assert has_values(second, np.repeat(np.arange(size) + 0.5, 3).reshape(size, 3))
+    wholes = [np.arange(size), np.arange(2.0 * size)]
+    first, second = coalesced.reduce_scatter_coalesced(backend, wholes)
+    assert has_values(first, np.array([size * rank]))
+    assert has_values(second, size * np.array([2.0 * rank, 2.0 * rank + 1]))
 
 
-def factors_are_each_ranks_own(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size = backend.world_size
-        reduced = operations.all_reduce(backend, np.ones(3), PremulSum(backend.rank + 1))
-        assert has_values(reduced, np.full(3, size * (size + 1) / 2))
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def factors_are_each_ranks_own(backend: Backend) -> None:
+    size = backend.world_size
+    reduced = operations.all_reduce(backend, np.ones(3), PremulSum(backend.rank + 1))
+    assert has_values(reduced, np.full(3, size * (size + 1) / 2))

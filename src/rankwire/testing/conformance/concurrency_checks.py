@@ -21,97 +21,93 @@ from rankwire.errors import (
     MessageTooLargeError,
     RankwireError,
 )
-from rankwire.testing.conformance.tools import expect, has_values, run_all, run_in_worlds
+from rankwire.testing.conformance.tools import (
+    expect,
+    has_values,
+    on_every_rank,
+    run_all,
+    run_in_worlds,
+)
 from rankwire.testing.ranks import MakeWorld
 
 _SOON = 5.0  # seconds for all ranks to learn of a mismatch, on a busy machine
 _LARGE = 3 << 17  # elements of 8 bytes: more than fits one message
 
 
-def large_arrays_are_whole(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        base = np.arange(_LARGE * size, dtype=np.float64)
-        total = base * size + size * (size - 1) // 2
-        mine = slice(rank * _LARGE, (rank + 1) * _LARGE)
-        assert has_values(operations.all_reduce(backend, base + rank), total)
-        assert has_values(operations.reduce_scatter(backend, base + rank), total[mine])
-        assert has_values(operations.all_gather(backend, base[mine]), base)
-        own = base.copy() if rank == size - 1 else np.zeros_like(base)
-        assert has_values(operations.broadcast(backend, own, size - 1), base)
-        assert has_values(operations.scatter(backend, base, size - 1), base[mine])
-        received = operations.all_to_all(backend, base + rank)
-        assert has_values(received, np.concatenate([base[mine] + src for src in range(size)]))
-        at_root = operations.reduce(backend, base + rank, size - 1)
-        joined = operations.gather(backend, base[mine], size - 1)
-        if rank == size - 1:
-            assert has_values(at_root, total)
-            assert has_values(joined, base)
-
-    run_in_worlds(make_world, each, (2, 3))
+@on_every_rank(2, 3)
+def large_arrays_are_whole(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    base = np.arange(_LARGE * size, dtype=np.float64)
+    total = base * size + size * (size - 1) // 2
+    mine = slice(rank * _LARGE, (rank + 1) * _LARGE)
+    assert has_values(operations.all_reduce(backend, base + rank), total)
+    assert has_values(operations.reduce_scatter(backend, base + rank), total[mine])
+    assert has_values(operations.all_gather(backend, base[mine]), base)
+    own = base.copy() if rank == size - 1 else np.zeros_like(base)
+    assert has_values(operations.broadcast(backend, own, size - 1), base)
+    assert has_values(operations.scatter(backend, base, size - 1), base[mine])
+    received = operations.all_to_all(backend, base + rank)
+    assert has_values(received, np.concatenate([base[mine] + src for src in range(size)]))
+    at_root = operations.reduce(backend, base + rank, size - 1)
+    joined = operations.gather(backend, base[mine], size - 1)
+    if rank == size - 1:
+        assert has_values(at_root, total)
+        assert has_values(joined, base)
 
 
-def shapes_do_not_depend_on_the_number_of_ranks(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size = backend.world_size
-        for shape in ((), (0,), (3, 0, 2), (1, 1)):
-            ones = np.ones(shape, np.int32)
-            assert has_values(operations.all_reduce(backend, ones.copy()), ones * size)
-            assert has_values(operations.broadcast(backend, ones.copy()), ones)
-            rows = (size * shape[0], *shape[1:]) if shape else (size,)
-            assert has_values(operations.all_gather(backend, ones), np.ones(rows, np.int32))
-        empty = np.empty((0, 4), np.float16)
-        assert has_values(operations.reduce_scatter(backend, empty), empty)
-        assert has_values(operations.all_to_all(backend, empty), empty)
-        assert has_values(operations.scatter(backend, empty), empty)
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def shapes_do_not_depend_on_the_number_of_ranks(backend: Backend) -> None:
+    size = backend.world_size
+    for shape in ((), (0,), (3, 0, 2), (1, 1)):
+        ones = np.ones(shape, np.int32)
+        assert has_values(operations.all_reduce(backend, ones.copy()), ones * size)
+        assert has_values(operations.broadcast(backend, ones.copy()), ones)
+        rows = (size * shape[0], *shape[1:]) if shape else (size,)
+        assert has_values(operations.all_gather(backend, ones), np.ones(rows, np.int32))
+    empty = np.empty((0, 4), np.float16)
+    assert has_values(operations.reduce_scatter(backend, empty), empty)
+    assert has_values(operations.all_to_all(backend, empty), empty)
+    assert has_values(operations.scatter(backend, empty), empty)
 
 
-def the_background_gives_the_same(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        gathering = operations.all_gather(backend, np.array([rank, rank + 10]), async_op=True)
-        reducing = operations.reduce_scatter(
-            backend, np.arange(1.0, 2 * size + 1), "mean", async_op=True
-        )
-        assert isinstance(gathering, Work)
-        assert "all_gather" in repr(gathering)
-        assert "reduce_scatter" in reducing.description
-        assert has_values(reducing.wait(timeout=10.0), [2.0 * rank + 1, 2.0 * rank + 2])
-        assert has_values(gathering.wait(), np.concatenate([[r, r + 10] for r in range(size)]))
-        assert gathering.done()
-        assert gathering.exception() is None
-        assert gathering.result() is gathering.wait()
-        operations.broadcast(
-            backend, np.ones(2), async_op=True
-        )  # it completes although it was dropped
-        operations.barrier(backend, async_op=True).wait()
-        assert objects.all_gather_object(backend, rank, async_op=True).wait() == list(range(size))
-
-    run_in_worlds(make_world, each)
+@on_every_rank()
+def the_background_gives_the_same(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    gathering = operations.all_gather(backend, np.array([rank, rank + 10]), async_op=True)
+    reducing = operations.reduce_scatter(
+        backend, np.arange(1.0, 2 * size + 1), "mean", async_op=True
+    )
+    assert isinstance(gathering, Work)
+    assert "all_gather" in repr(gathering)
+    assert "reduce_scatter" in reducing.description
+    assert has_values(reducing.wait(timeout=10.0), [2.0 * rank + 1, 2.0 * rank + 2])
+    assert has_values(gathering.wait(), np.concatenate([[r, r + 10] for r in range(size)]))
+    assert gathering.done()
+    assert gathering.exception() is None
+    assert gathering.result() is gathering.wait()
+    operations.broadcast(backend, np.ones(2), async_op=True)  # it completes although it was dropped
+    operations.barrier(backend, async_op=True).wait()
+    assert objects.all_gather_object(backend, rank, async_op=True).wait() == list(range(size))
 
 
-def eight_operations_of_one_size_never_mix(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        arrays = [np.full(1000, 100.0 * number + rank) for number in range(8)]
-        outstanding = [
-            operations.all_reduce(backend, array, async_op=True)
-            if number % 2
-            else operations.all_gather(backend, array, async_op=True)
-            for number, array in enumerate(arrays)
-        ]
-        assert has_values(operations.all_reduce(backend, np.ones(1000)), np.full(1000, float(size)))
-        # Every rank waits in a different order.
-        for number in np.random.default_rng(rank).permutation(8):
-            if number % 2:
-                expected = np.full(1000, 100.0 * number * size + size * (size - 1) / 2)
-            else:
-                expected = np.repeat(100.0 * number + np.arange(size), 1000)
-            assert has_values(outstanding[number].wait(), expected)
-
-    run_in_worlds(make_world, each, (2, 4))
+@on_every_rank(2, 4)
+def eight_operations_of_one_size_never_mix(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    arrays = [np.full(1000, 100.0 * number + rank) for number in range(8)]
+    outstanding = [
+        operations.all_reduce(backend, array, async_op=True)
+        if number % 2
+        else operations.all_gather(backend, array, async_op=True)
+        for number, array in enumerate(arrays)
+    ]
+    assert has_values(operations.all_reduce(backend, np.ones(1000)), np.full(1000, float(size)))
+    # Every rank waits in a different order.
+    for number in np.random.default_rng(rank).permutation(8):
+        if number % 2:
+            expected = np.full(1000, 100.0 * number * size + size * (size - 1) / 2)
+        else:
+            expected = np.repeat(100.0 * number + np.arange(size), 1000)
+        assert has_values(outstanding[number].wait(), expected)
 
 
 def all_ranks_learn_of_a_mismatch(make_world: MakeWorld) -> None:

@@ -22,7 +22,13 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.testing.conformance.tools import expect, leave, run_all, run_in_worlds, until
+from rankwire.testing.conformance.tools import (
+    expect,
+    leave,
+    on_every_rank,
+    run_all,
+    until,
+)
 from rankwire.testing.ranks import MakeWorld, in_parallel
 
 _LARGE = 3 << 20  # bytes: more than a stream takes at once, and enough for single copy
@@ -31,60 +37,54 @@ _LARGE = 3 << 20  # bytes: more than a stream takes at once, and enough for sing
 # -- in the background -----------------------------------------------------------------------------
 
 
-def messages_go_on_in_the_background(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        to, source = (rank + 1) % size, (rank - 1) % size
-        for nbytes in (0, 8, 70_000, _LARGE):
-            sending = backend.isend(bytes([rank]) * nbytes, to, tag=nbytes)
-            coming = backend.irecv(source, tag=nbytes)
-            assert coming.wait() == bytes([source]) * nbytes
-            assert sending.wait() is None
-            assert (coming.source, sending.source) == (source, None)
-            assert coming.wait() == bytes([source]) * nbytes, "it can be asked for again"
-
-    run_in_worlds(make_world, each, (2, 3))
+@on_every_rank(2, 3)
+def messages_go_on_in_the_background(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for nbytes in (0, 8, 70_000, _LARGE):
+        sending = backend.isend(bytes([rank]) * nbytes, to, tag=nbytes)
+        coming = backend.irecv(source, tag=nbytes)
+        assert coming.wait() == bytes([source]) * nbytes
+        assert sending.wait() is None
+        assert (coming.source, sending.source) == (source, None)
+        assert coming.wait() == bytes([source]) * nbytes, "it can be asked for again"
 
 
-def arrays_come_into_place_in_the_background(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        other = 1 - backend.rank
-        sent = np.arange(_LARGE // 8) + backend.rank
-        out, buffer = np.zeros_like(sent), bytearray(sent.nbytes)
-        coming = [
-            backend.irecv_array(other, out=out),
-            backend.irecv_array(other),
-            backend.irecv_into(buffer, other, tag=1),
-        ]
-        sending = [
-            backend.isend_array(sent, other),
-            backend.isend_array(sent, other),
-            backend.isend(sent.view(np.uint8).data, other, tag=1),
-        ]
-        assert coming[0].wait() is out
-        assert coming[2].wait() == sent.nbytes
-        for got in (out, coming[1].wait(), np.frombuffer(buffer, sent.dtype)):
-            assert np.array_equal(got, np.arange(_LARGE // 8) + other)
-        for handle in sending:
-            handle.wait()
-
-    run_in_worlds(make_world, each, (2,))
+@on_every_rank(2)
+def arrays_come_into_place_in_the_background(backend: Backend) -> None:
+    other = 1 - backend.rank
+    sent = np.arange(_LARGE // 8) + backend.rank
+    out, buffer = np.zeros_like(sent), bytearray(sent.nbytes)
+    coming = [
+        backend.irecv_array(other, out=out),
+        backend.irecv_array(other),
+        backend.irecv_into(buffer, other, tag=1),
+    ]
+    sending = [
+        backend.isend_array(sent, other),
+        backend.isend_array(sent, other),
+        backend.isend(sent.view(np.uint8).data, other, tag=1),
+    ]
+    assert coming[0].wait() is out
+    assert coming[2].wait() == sent.nbytes
+    for got in (out, coming[1].wait(), np.frombuffer(buffer, sent.dtype)):
+        assert np.array_equal(got, np.arange(_LARGE // 8) + other)
+    for handle in sending:
+        handle.wait()
 
 
-def all_may_send_before_anyone_receives(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        others = [rank for rank in range(backend.world_size) if rank != backend.rank]
-        sending: list[MessageHandle] = []
-        for number in range(40):
-            data = bytes([number]) * 200_000
-            sending += [backend.isend(data, other) for other in others]
-        for number in range(40):  # no send is waited for before everything has come
-            for other in others:
-                assert backend.irecv(other).wait() == bytes([number]) * 200_000
-        for handle in sending:
-            handle.wait()
-
-    run_in_worlds(make_world, each, (2, 3))
+@on_every_rank(2, 3)
+def all_may_send_before_anyone_receives(backend: Backend) -> None:
+    others = [rank for rank in range(backend.world_size) if rank != backend.rank]
+    sending: list[MessageHandle] = []
+    for number in range(40):
+        data = bytes([number]) * 200_000
+        sending += [backend.isend(data, other) for other in others]
+    for number in range(40):  # no send is waited for before everything has come
+        for other in others:
+            assert backend.irecv(other).wait() == bytes([number]) * 200_000
+    for handle in sending:
+        handle.wait()
 
 
 def messages_leave_in_the_order_of_the_calls(make_world: MakeWorld) -> None:
@@ -237,28 +237,26 @@ def _from_any(backend: Backend, tag: int = 0) -> tuple[int, bytes]:
     return source, bytes(message)
 
 
-def messages_of_any_rank_are_received(make_world: MakeWorld) -> None:
-    def each(backend: Backend) -> None:
-        size, rank = backend.world_size, backend.rank
-        others = [other for other in range(size) if other != rank]
-        for nbytes in (8, 100_000, _LARGE):
-            sending = [
-                backend.isend_array(np.full(nbytes // 8, rank * 10 + number), other, tag=nbytes)
-                for number in range(3)
-                for other in others
-            ]
-            seen: dict[int, list[int]] = {}
-            for _ in range(3 * len(others)):
-                handle = backend.irecv_array(ANY_RANK, tag=nbytes)
-                array = handle.wait()
-                assert array.size == nbytes // 8
-                assert handle.source is not None
-                seen.setdefault(handle.source, []).append(int(array[-1]))
-            assert seen == {other: [other * 10, other * 10 + 1, other * 10 + 2] for other in others}
-            for handle in sending:
-                handle.wait()
-
-    run_in_worlds(make_world, each, (2, 3, 4))
+@on_every_rank(2, 3, 4)
+def messages_of_any_rank_are_received(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    others = [other for other in range(size) if other != rank]
+    for nbytes in (8, 100_000, _LARGE):
+        sending = [
+            backend.isend_array(np.full(nbytes // 8, rank * 10 + number), other, tag=nbytes)
+            for number in range(3)
+            for other in others
+        ]
+        seen: dict[int, list[int]] = {}
+        for _ in range(3 * len(others)):
+            handle = backend.irecv_array(ANY_RANK, tag=nbytes)
+            array = handle.wait()
+            assert array.size == nbytes // 8
+            assert handle.source is not None
+            seen.setdefault(handle.source, []).append(int(array[-1]))
+        assert seen == {other: [other * 10, other * 10 + 1, other * 10 + 2] for other in others}
+        for handle in sending:
+            handle.wait()
 
 
 def every_receive_takes_any_rank(make_world: MakeWorld) -> None:

@@ -70,6 +70,20 @@ def run_in_worlds(make_world: MakeWorld, each: Each, sizes: Sequence[int] = SIZE
             run_all(world, each)
 
 
+def on_every_rank(*sizes: int) -> Callable[[Each], Check]:
+    """Make a check of a function: run it on all ranks of worlds of these sizes, or of ``SIZES``."""
+
+    def make_check(each: Each) -> Check:
+        def check(make_world: MakeWorld) -> None:
+            run_in_worlds(make_world, each, sizes or SIZES)
+
+        check.__name__, check.__doc__ = each.__name__, each.__doc__
+        check.__module__ = each.__module__
+        return check
+
+    return make_check
+
+
 def has_values(array: Any, expected: Any) -> bool:
     """Return whether an array has these values, shape and, if ``expected`` is one, its dtype."""
     wanted = np.asarray(expected)
