@@ -1,0 +1,160 @@
+"""Delivery: frames of a connection become messages of receives, lent ones included.
+
+A message that is lent is fetched by the thread that waits for it, straight to where it wants it.
+The reader fetches all others, so that their senders can go on: to where a posted receive wants it,
+or to new memory. It always fetches replies, and releases one that no caller wants any more unread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import starmap
+
+from rankwire.clock import Clock
+from rankwire.errors import RankwireError
+from rankwire.interrupts import ONCE
+from rankwire.links.borrower import Borrowed
+from rankwire.links.connection import Connection
+from rankwire.links.shared_mailbox import SharedMailbox
+from rankwire.wire.frames import Envelope, Frame
+from rankwire.wire.mailbox import Mailbox, payload_of
+from rankwire.wire.receive import Destination, MessageWithdrawnError, PostedReceive, Receive
+
+
+class DeliveryMailbox(SharedMailbox):
+    """A mailbox to which a connection delivers.
+
+    Args:
+        peer: The rank whose messages these are, for errors.
+        mailbox: Where they are matched.
+        clock: By which its threads wait.
+        connection: Where they come from, if it is known yet.
+        fetch: Whether what is lent is fetched by the thread that reads it, and not by the receiver.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        mailbox: Mailbox,
+        clock: Clock,
+        connection: Connection | None,
+        *,
+        fetch: bool,
+    ) -> None:
+        super().__init__(peer, mailbox, clock)
+        self._fetch = fetch
+        self.connection = connection
+        if connection is not None:
+            connection.place_by(self._find_place)
+
+    def _deliver(self, frames: deque[Frame]) -> None:
+        """Match the frames to receives, and take them from the connection one by one.
+
+        Some may be lent. One that a thread waits for is matched as it is, and that thread fetches
+        it. Another one is fetched here, to where a posted receive wants it, or to new memory if
+        there is room. If there is not, it stays with the connection, and all that came after it,
+        until there is.
+        """
+        assert self.connection is not None
+        if self.connection.has_parcels:
+            while frames:
+                if not self._deliver_first(frames):
+                    return
+            self.connection.has_parcels = False
+        elif frames:
+            with self._mutex:
+                self._match(frames)
+
+    def _match(self, frames: deque[Frame], *, only_first: bool = False) -> None:
+        """Match frames. Mutex held."""
+        mailbox = self._mailbox
+        while frames:
+            envelope, payload = frames[0]
+            source = map(payload_of, starmap(frames.popleft, ONCE))
+            receive = mailbox.deliver(envelope, payload, source)
+            if receive is not None and self._asleep:
+                self._parked.wake(receive)
+            if mailbox.misfits:
+                self._wake_misfits()
+            if only_first:
+                return
+
+    def _deliver_first(self, frames: deque[Frame]) -> bool:
+        """Deliver the first frame, or drop it; False if there is no room for it now."""
+        frame = frames[0]
+        payload = frame.payload
+        if not isinstance(payload, Borrowed):
+            with self._mutex:
+                self._match(frames, only_first=True)
+            return True
+        try:
+            return self._deliver_lent(frames, frame.envelope, payload)
+        except RankwireError:  # revoked, or its sender is gone, which the next read says
+            with self._mutex:
+                self._mailbox.displaced(frame.envelope)
+                frames.popleft()
+            return True
+
+    def _deliver_lent(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
+        """Deliver the first frame, which is lent; raises if its sender has taken it back."""
+        if payload.is_revoked:
+            raise MessageWithdrawnError("the sender took the message back")
+        with self._mutex:
+            receive = self._mailbox.taker_of(envelope, len(payload))
+            if not self._fetch and payload.place is None:
+                if receive is not None and _is_awaited(receive):
+                    self._match(frames, only_first=True)
+                    return True
+                if receive is None and self._mailbox.full:
+                    return False
+        if self._fetch:
+            if receive is None:
+                payload.release()
+                self._mailbox.dropped += 1
+                frames.popleft()
+                return True
+        elif self._bring(frames, envelope, payload):
+            return True
+        frames[0] = Frame(envelope, payload.whole())
+        with self._mutex:
+            self._match(frames, only_first=True)
+        return True
+
+    def _bring(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
+        """Copy what is lent to where a posted receive wants it; False if none has said where."""
+        assert self.connection is not None
+        with self.connection.filling:
+            place = self._find_place(envelope, len(payload), payload.beginning())
+            if place is None:
+                payload.vacate()  # a receive was given up after a reader was interrupted here
+                return False
+            frames[0] = Frame(envelope, payload.bring_to(place))
+            with self._mutex:
+                self._match(frames, only_first=True)
+        return True
+
+    def _find_place(self, envelope: Envelope, nbytes: int, first: memoryview) -> Destination | None:
+        with self._mutex:
+            return self._mailbox.find_place(envelope, nbytes, first)
+
+    def give_up(self, receive: Receive) -> None:
+        """Take back a receive: its message, if it has come or comes, is for others."""
+        super().give_up(receive)
+        self.vacate(receive)
+
+    def vacate(self, receive: Receive) -> None:
+        """See to it that nothing comes into the memory of a receive any more. Safe to repeat."""
+        connection = self.connection
+        if receive.into is None or connection is None:
+            return
+        with connection.filling, self._mutex:
+            for _, payload in connection.undelivered:
+                if isinstance(payload, Borrowed) and payload.place is receive.into:
+                    payload.vacate()
+            connection.vacate(receive.into)
+            self._mailbox.vacated(receive)
+
+
+def _is_awaited(receive: Receive) -> bool:
+    """Whether a thread waits for a receive, and takes its message as soon as that has come."""
+    return not isinstance(receive, PostedReceive) or receive.is_awaited

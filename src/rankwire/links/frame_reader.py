@@ -1,0 +1,244 @@
+"""Reading frames from a stream: one thread at a time.
+
+Which thread reads is the business of the owner (``inbox.Inbox`` for receives and replies, the
+poller of calls for requests). The parser's state stays here, so a reader whose deadline passes in
+the middle of a frame, or who is interrupted there, loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from rankwire import runtime
+from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.errors import ProtocolError, RankwireError
+from rankwire.links.borrower import Borrowed
+from rankwire.links.connection_end import ConnectionEnd, Explain
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.spin import Spin
+from rankwire.transports.unix_stream import UnixStream
+from rankwire.wire.frames import Envelope, Frame
+from rankwire.wire.loans import Loan
+from rankwire.wire.parser import FrameParser
+from rankwire.wire.protocol import ConnectionState, Protocol, StreamEvent, left
+from rankwire.wire.receive import Destination
+
+_FIRST_SLEEP, LONGEST_SLEEP = 1e-3, 0.1
+# Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
+# what has arrived, also if that is large.
+_LAST_READS = 256
+
+
+class FrameReader(ConnectionEnd):
+    """The incoming direction of a connection.
+
+    Args:
+        stream: What carries the bytes.
+        protocol: What both ends have said.
+        parser: Finds the frames.
+        clock: By which its threads wait.
+        spin: How long a reader polls before it sleeps.
+        pid: The process whose memory is borrowed, 0 if it cannot be.
+        peer: As for ``ConnectionEnd``, and so are the rest.
+
+    Attributes:
+        has_parcels: Whether something lent was among the frames read; the thread that takes them
+            resets it.
+        filling: Held while a payload is read, or is about to be, to where its receiver wants it.
+            The mutex of an inbox may be taken under it.
+    """
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        protocol: Protocol,
+        parser: FrameParser,
+        clock: Clock,
+        spin: Spin,
+        pid: int,
+        *,
+        peer: int,
+        is_sealed: bool,
+        on_lost: Explain | None,
+        on_left: Explain | None,
+    ) -> None:
+        super().__init__(
+            stream,
+            protocol,
+            parser,
+            peer=peer,
+            is_sealed=is_sealed,
+            on_lost=on_lost,
+            on_left=on_left,
+        )
+        self.has_parcels = False
+        self.filling = runtime.Lock()
+        # What reads it once it is known to be in use, if that is one read of a bare socket.
+        self._recv_into: Callable[[memoryview], int] | None = None
+        self._clock = clock
+        self._spin = spin
+        self._pid = pid
+
+    @property
+    def undelivered(self) -> deque[Frame]:
+        """The frames that have been read and that nobody has taken."""
+        return self._parser.state[0]
+
+    def receive(self, deadline: Deadline, beside: Sequence[ByteStream] | None = ()) -> deque[Frame]:
+        """Return the next frames; none at the deadline, or when it has been silent for a while.
+
+        One reader at a time; takes and raises as ``receive_ready`` does.
+
+        Args:
+            deadline: How long.
+            beside: Streams of other connections: as soon as one of them can be read, it returns
+                too. If None, it waits only for a millisecond.
+        """
+        longest = _FIRST_SLEEP if beside is None else LONGEST_SLEEP
+        late_reads = 0
+        was_woken = False
+        while late_reads < _LAST_READS:
+            if deadline.limit > 0.0 and not self._parser.state[0] and not was_woken:
+                self._spin.finds(*self.stream.look)
+            frames = self.receive_ready()
+            if frames:
+                return frames
+            patience = min(deadline.sleep_limit(), longest)
+            if frames is not None:  # a part of a frame; there may be more of it
+                late_reads += patience <= 0.0
+                was_woken = False
+                continue
+            # Now and then the reader looks up: what it waits for may have ended in another way.
+            if patience <= 0.0 or not self.stream.wait(patience, beside or ()):
+                break
+            was_woken = True
+        return self._parser.state[0]
+
+    def receive_ready(self) -> deque[Frame] | None:
+        """Return the frames that have come; None if there is nothing to read.
+
+        One reader at a time, without waiting. Whoever takes a frame removes it: what stays, also
+        because the reader was interrupted, is returned again.
+
+        Raises:
+            RankwireError: The connection has failed; frames before that were returned earlier.
+        """
+        parser = self._parser
+        if parser.state[0]:
+            return parser.state[0]
+        try:
+            if parser.ring is not None and parser.take_records():
+                return parser.state[0]
+            if self._recv_into is None or parser.state[3][5] is not None:  # in a large payload
+                with self.filling:
+                    self._take_in_otherwise()
+            elif not (is_whole := parser.take_in(self._recv_into)):
+                with self.filling:
+                    self._take_further(is_whole)
+        except BlockingIOError:
+            return None
+        except ProtocolError as error:
+            raise self._spoiled(error) from error.__cause__
+        except RankwireError:
+            raise  # some of ours are also OSErrors
+        except OSError as error:
+            if not self._finds_last_records():
+                raise self._ended(error) from error
+        return parser.state[0]
+
+    def _take_in_otherwise(self) -> None:
+        """Take in the first that comes, a large payload, or what has no fast path."""
+        parser, stream = self._parser, self.stream
+        if parser.violation is not None:
+            raise parser.violation.copy()
+        self._take_further(False if parser.read_by(stream.read) else None)
+        if stream.has_pending:
+            self._read_pending()
+        self._recv_into = stream.recv_into
+
+    def _take_further(self, is_whole: bool | None) -> None:
+        """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
+        if is_whole is None:
+            if self._finds_last_records():
+                return
+            raise self._ended()
+        if self._protocol.state is ConnectionState.UNUSED:
+            self._protocol.on_event(StreamEvent.FRAMES)
+        if not is_whole:
+            self._parse()
+
+    def _finds_last_records(self) -> bool:
+        """Take what was put into the ring before the stream ended, and after the last look."""
+        try:
+            return self._parser.take_records()
+        except ProtocolError as error:
+            raise self._spoiled(error) from None
+
+    def place_by(
+        self, find_place: Callable[[Envelope, int, memoryview], Destination | None]
+    ) -> None:
+        """Have large payloads read to where their receivers want them, which is asked for."""
+        self._parser.find_place = find_place
+
+    def vacate(self, destination: Destination) -> None:
+        """Read nothing more to there; what has come moves out. With ``filling`` held."""
+        self._parser.vacate(destination)
+
+    def read_ready(self) -> list[Frame] | None:
+        """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
+        frames = self.receive_ready()
+        return None if frames is None else self._taken(frames)
+
+    def read(self, deadline: Deadline) -> list[Frame]:
+        """Return what ``receive`` does, and take it."""
+        return self._taken(self.receive(deadline))
+
+    def _taken(self, frames: Collection[Frame]) -> list[Frame]:
+        taken = list(frames)
+        self._parser.frames.clear()
+        return taken
+
+    def _parse(self) -> None:
+        state, has_special = self._parser.parse()
+        if has_special:
+            self._take_special(state[0])
+        self._parser.commit(state)
+
+    def _read_pending(self) -> None:
+        """Read what the stream has taken from its socket, which a poller would not see there."""
+        while self.stream.has_pending:
+            try:
+                self._parser.read_by(self.stream.read)
+                self._parse()
+            except ProtocolError as error:
+                if not self._parser.frames:
+                    raise
+                self._spoiled(error)  # raised by the next read
+                return
+
+    def _take_special(self, frames: deque[Frame]) -> None:
+        """Take out what is for the connection itself. Safe to repeat: nobody has the frames yet."""
+        messages, violation = self._protocol.take(frames, self._borrow)
+        if violation is not None:
+            self._parser.spoil(violation)
+            if not messages:
+                raise violation
+        frames.clear()
+        frames.extend(messages)
+        self._take_offer()
+        if self._protocol.has_ring and isinstance(self.stream, UnixStream):
+            self.stream.ring_is_open()
+        if self._protocol.state is ConnectionState.LEFT:
+            self._writer.failure = self.failure = self.failure or left(self.peer)
+        if self._parser.violation is not None:
+            # Raised by the next read; now, so that nobody sleeps until there is more to read.
+            self._spoiled(self._parser.violation)
+
+    def _borrow(self, loan: Loan) -> Borrowed:
+        self.has_parcels = True
+        return Borrowed(loan, self._pid, self.peer, self._clock, self.fail)
+
+    def _take_offer(self) -> None:
+        """Take the ring that the peer has offered, if it has: the subclass's business."""
