@@ -321,7 +321,7 @@ WAITS_OF_THE_SYSTEM = {
     "rendezvous/secret.py": "names the events of a launcher's selector",
     **dict.fromkeys(
         (
-            "launch/launched_rank.py",
+            "launch/host_ranks.py",
             "launch/loop.py",
             "launch/nodes.py",
             "launch/output.py",

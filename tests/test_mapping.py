@@ -88,7 +88,6 @@ SHOWN_IN = {
     "mesh/dialing": "backends/test_tcp_backend.py",
     "mesh/introductions": "backends/test_tcp_failures.py",
     "backends/tcp": "backends/test_tcp_backend.py",
-    "launch/launched_rank": "launch/test_run.py",
     "launch/process": "launch/test_launcher_memory.py",
     "launch/job": "launch/test_run.py",
     "launch/loop": "launch/test_run.py",
@@ -99,7 +98,6 @@ SHOWN_IN = {
     "backends/simulated_network": "backends/test_simulated.py",
     "backends/simulated_calls": "backends/test_faults.py",
     "launch/rank_program": "launch/test_process_world.py",
-    "launch/rank_thread": "testing/test_ranks.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
 }
 

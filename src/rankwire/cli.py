@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rankwire.errors import ConfigurationError
 from rankwire.launch.run import run as run_ranks
-from rankwire.launch.run_options import OnFailure, RunOptions
+from rankwire.launch.run_options import FailureRules, JobHosts, OnFailure, RunOptions
 from rankwire.version import __version__
 
 app = typer.Typer(
@@ -52,6 +52,78 @@ def describe(
     """Rank-addressed RPC, messaging and collectives between the processes of a training job."""
 
 
+def _option(*names: str, **how: Any) -> Any:
+    """Return the declaration of an option; ``metavar`` is N unless it is given."""
+    return typer.Option(*names, **{"metavar": "N", **how})
+
+
+_Ranks = Annotated[int, _option("-n", "--ranks", min=1, help="How many ranks on this host.")]
+_IsModule = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+]
+_Nodes = Annotated[int, _option("--nnodes", min=1, help="How many hosts, one launcher on each.")]
+_Node = Annotated[int, _option("--node-rank", min=0, help="Which host this is, from 0.")]
+_Master = Annotated[
+    str | None,
+    _option(
+        metavar="HOST:PORT", help="The address of node 0 as all hosts reach it, with a free port."
+    ),
+]
+_SecretFile = Annotated[
+    Path | None,
+    _option(
+        metavar="FILE",
+        help="A file with the job's secret, the same on all hosts, that only you can read."
+        " Default on several hosts: RANKWIRE_SECRET_FILE.",
+    ),
+]
+_TlsDir = Annotated[
+    Path | None,
+    _option(
+        "--tls",
+        metavar="DIR",
+        help="Use TLS on all hosts, with the files that `rankwire certificates` made."
+        " Default on several hosts: RANKWIRE_TLS_DIR.",
+    ),
+]
+_Restarts = Annotated[
+    int, _option(min=0, help="After a failure, restart all ranks, at most N times.")
+]
+_OnFailure = Annotated[
+    OnFailure,
+    typer.Option(
+        help="When a rank fails: stop the others; let them continue without it; or restart"
+        " that rank alone, which joins the same world again."
+    ),
+]
+_MaxRestarts = Annotated[
+    int,
+    _option(
+        min=0,
+        help="With --on-failure restart: restarts of each rank; one more failure ends the job.",
+    ),
+]
+_Debugged = Annotated[
+    int | None,
+    _option(
+        "--debug-rank",
+        min=0,
+        metavar="R",
+        help="Give this rank the terminal, for breakpoint(). Operations of all ranks without a"
+        " timeout of their own then have no limit.",
+    ),
+]
+_Grace = Annotated[
+    float, _option(min=0.0, metavar="SECONDS", help="From the request to stop until SIGKILL.")
+]
+_HasPrefix = Annotated[
+    bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its rank.")
+]
+_LogDir = Annotated[
+    Path | None, _option(metavar="DIR", help="Write each rank's output to DIR/rank_N.log as well.")
+]
+
+
 # The first argument that is not an option is the program; the program gets all that follow.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
@@ -63,85 +135,20 @@ def run(
         typer.Argument(metavar="ARGS", help="Passed to the script, including options."),
     ] = None,
     *,
-    ranks: Annotated[
-        int, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on this host.")
-    ],
-    is_module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
-    ] = False,
-    nodes: Annotated[
-        int,
-        typer.Option("--nnodes", min=1, metavar="N", help="How many hosts, one launcher on each."),
-    ] = 1,
-    node: Annotated[
-        int, typer.Option("--node-rank", min=0, metavar="N", help="Which host this is, from 0.")
-    ] = 0,
-    master: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The address of node 0 as all hosts reach it, with a free port.",
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file with the job's secret, the same on all hosts, that only you can read."
-            " Default on several hosts: RANKWIRE_SECRET_FILE.",
-        ),
-    ] = None,
-    tls_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls",
-            metavar="DIR",
-            help="Use TLS on all hosts, with the files that `rankwire certificates` made."
-            " Default on several hosts: RANKWIRE_TLS_DIR.",
-        ),
-    ] = None,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="After a failure, restart all ranks, at most N times."
-        ),
-    ] = 0,
-    on_failure: Annotated[
-        OnFailure,
-        typer.Option(
-            help="When a rank fails: stop the others; let them continue without it; or restart"
-            " that rank alone, which joins the same world again."
-        ),
-    ] = OnFailure.STOP,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="With --on-failure restart: restarts of each rank; one more failure ends the job.",
-        ),
-    ] = RunOptions.max_restarts,
-    debugged: Annotated[
-        int | None,
-        typer.Option(
-            "--debug-rank",
-            min=0,
-            metavar="R",
-            help="Give this rank the terminal, for breakpoint(). Operations of all ranks without a"
-            " timeout of their own then have no limit.",
-        ),
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(min=0.0, metavar="SECONDS", help="From the request to stop until SIGKILL."),
-    ] = RunOptions.grace,
-    has_prefix: Annotated[
-        bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its rank.")
-    ] = True,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write each rank's output to DIR/rank_N.log as well."),
-    ] = None,
+    ranks: _Ranks,
+    is_module: _IsModule = False,
+    nodes: _Nodes = 1,
+    node: _Node = 0,
+    master: _Master = None,
+    secret_file: _SecretFile = None,
+    tls_dir: _TlsDir = None,
+    restarts: _Restarts = 0,
+    on_failure: _OnFailure = OnFailure.STOP,
+    max_restarts: _MaxRestarts = FailureRules.max_restarts,
+    debugged: _Debugged = None,
+    grace: _Grace = RunOptions.grace,
+    has_prefix: _HasPrefix = True,
+    log_dir: _LogDir = None,
 ) -> None:
     """Start a Python program as N ranks on this host, and stop all when one fails.
 
@@ -159,29 +166,17 @@ def run(
     otherwise. The exit code is that of the rank that failed first; a restarted rank has not failed
     if its last process exits with 0. Ctrl-C interrupts all ranks, a second one kills them.
     """
-    if not is_module and not Path(program).is_file():
-        raise ConfigurationError(f"no script {program!r}{_module_hint(program)}")
-    # "--" before a script: its name may begin with a dash.
-    command = ["-m", program] if is_module else ["--", program]
-    if nodes > 1 and secret_file is None and (named := os.environ.get("RANKWIRE_SECRET_FILE")):
-        secret_file = Path(named)
-    if nodes > 1 and tls_dir is None and (named := os.environ.get("RANKWIRE_TLS_DIR")):
-        tls_dir = Path(named)
     options = RunOptions(
-        [*command, *(arguments or [])],
-        ranks=ranks,
-        nodes=nodes,
-        node=node,
-        master=master,
-        secret_file=secret_file,
-        tls_dir=tls_dir,
-        restarts=restarts,
-        on_failure=on_failure,
-        max_restarts=max_restarts,
-        debugged=debugged,
-        grace=grace,
-        has_prefix=has_prefix,
-        log_dir=log_dir,
+        [*_interpreter_arguments(program, is_module), *(arguments or [])],
+        ranks,
+        JobHosts(nodes, node, master),
+        _named_by("RANKWIRE_SECRET_FILE", secret_file, nodes),
+        _named_by("RANKWIRE_TLS_DIR", tls_dir, nodes),
+        FailureRules(restarts, on_failure, max_restarts),
+        debugged,
+        grace,
+        has_prefix,
+        log_dir,
     )
     raise typer.Exit(run_ranks(options))
 
@@ -248,6 +243,20 @@ def certificates(
         f"Then start there: rankwire run --tls {folder} ...\n"
         f"or with another launcher: RANKWIRE_TLS_DIR={folder}"
     )
+
+
+def _interpreter_arguments(program: str, is_module: bool) -> list[str]:
+    if is_module:
+        return ["-m", program]
+    if not Path(program).is_file():
+        raise ConfigurationError(f"no script {program!r}{_module_hint(program)}")
+    return ["--", program]  # its name may begin with a dash
+
+
+def _named_by(variable: str, given: Path | None, nodes: int) -> Path | None:
+    """Return the path that was given; else, on several hosts, the one of a variable."""
+    named = os.environ.get(variable) if nodes > 1 and given is None else None
+    return Path(named) if named else given
 
 
 def _module_hint(name: str) -> str:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rankwire.launch.summary import waiting_chain, waiting_circle
+from rankwire.launch.attempt import waiting_chain, waiting_circle
 
 HANG = """
 import threading, rankwire

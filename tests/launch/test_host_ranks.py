@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwire.launch.host_ranks import HostRanks
-from rankwire.launch.launched_rank import JobSettings, LaunchedRank
+from rankwire.launch.host_ranks import HostRanks, JobSettings, LaunchedRank
 from rankwire.launch.loop import Loop
 from rankwire.launch.output import Output
 from rankwire.launch.reaper import Reaper

@@ -4,14 +4,14 @@ import signal
 
 import pytest
 
-from rankwire.launch.process import Ending
-from rankwire.launch.summary import (
+from rankwire.launch.attempt import (
     Failure,
     blamed,
     excerpt,
     first_failure,
     in_order_of_loss,
 )
+from rankwire.launch.process import Ending
 from rankwire.wire.control_messages import Fallen, Gone, gone_by
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']

@@ -25,15 +25,13 @@ from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
-from rankwire.launch.attempt import Attempt, Restarts
-from rankwire.launch.host_ranks import HostRanks
-from rankwire.launch.launched_rank import JobSettings
+from rankwire.launch.attempt import Attempt, Restarts, first_failure
+from rankwire.launch.host_ranks import HostRanks, JobSettings
 from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Parts, RemoteRanks
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
-from rankwire.launch.summary import first_failure
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.launchers import LauncherLink
 from rankwire.rendezvous.reports import Told
@@ -94,11 +92,11 @@ class LaunchedJob:
         policy: Policy,
     ) -> None:
         self._loop = loop
-        self._parts = Parts(local, options.nodes)
+        self._parts = Parts(local, options.hosts.nodes)
         self._reporter = Reporter(loop.output, self._parts)
         self._options = options
-        restarts_alone = options.on_failure is OnFailure.RESTART
-        self._restarts = Restarts(options.max_restarts if restarts_alone else 0)
+        restarts_alone = options.failures.on_failure is OnFailure.RESTART
+        self._restarts = Restarts(options.failures.max_restarts if restarts_alone else 0)
         name, stays = f"run-{runtime.token_hex(4)}", self._restarts.limit > 0
         self._settings = JobSettings(0, address, name, secret, stays=stays)  # size: see _start
         self._attempt = Attempt()
@@ -126,7 +124,7 @@ class LaunchedJob:
             policy=policy,
             told=told,
             are_restarted=stays,
-            nodes=options.nodes,
+            nodes=options.hosts.nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
         self._closing.callback(self._host.close)
@@ -138,15 +136,15 @@ class LaunchedJob:
             ConfigurationError: Launchers are missing; nothing was started.
         """
         self._gather()
-        for attempt in range(self._options.restarts + 1):
+        for attempt in range(self._options.failures.restarts + 1):
             if self._requests.first is None:
                 self._start(attempt)
                 self._supervise()
             has_failed = bool(self._attempt.failures(self._parts))
             if not has_failed or self._requests.first is not None or self._trouble[0]:
                 break
-            if attempt < self._options.restarts:
-                count = f"restart {attempt + 1} of {self._options.restarts}"
+            if attempt < self._options.failures.restarts:
+                count = f"restart {attempt + 1} of {self._options.failures.restarts}"
                 self._reporter.announce_restart(self._attempt, count)
         text = self._reporter.report(self._attempt, self._trouble[0])
         if not text and self._requests.first is not None:
@@ -303,14 +301,14 @@ class LaunchedJob:
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._attempt.rank_ended(rank, ending, by_itself)
         has_failed = ending.is_failure and by_itself and not self._attempt.is_stopping
-        if has_failed and self._options.on_failure is OnFailure.RESTART:
+        if has_failed and self._options.failures.on_failure is OnFailure.RESTART:
             has_failed = not self._restarts_alone(rank, ending)
-        elif has_failed and self._options.on_failure is OnFailure.CONTINUE:
+        elif has_failed and self._options.failures.on_failure is OnFailure.CONTINUE:
             self._reporter.announce_loss(rank, ending)
             has_failed = False
         if has_failed:
             self._attempt.stop_soon()
-        if not ending.is_failure or self._options.on_failure is OnFailure.CONTINUE:
+        if not ending.is_failure or self._options.failures.on_failure is OnFailure.CONTINUE:
             self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
 
     def _restarts_alone(self, rank: int, ending: Ending) -> bool:
@@ -324,7 +322,10 @@ class LaunchedJob:
     def _rank_gone(self, gone: Gone) -> None:
         self._attempt.rank_gone(gone)
         if gone.silent and not gone.orderly:
-            if self._options.on_failure is OnFailure.RESTART and not self._attempt.is_stopping:
+            if (
+                self._options.failures.on_failure is OnFailure.RESTART
+                and not self._attempt.is_stopping
+            ):
                 self._loop.output.say(f"rank {gone.rank} is killed: {gone.reason}", "bold yellow")
                 self._parts.part_of(gone.rank).end(gone.rank)
             else:

@@ -25,8 +25,7 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.host_ranks import HostRanks
-from rankwire.launch.launched_rank import JobSettings
+from rankwire.launch.host_ranks import HostRanks, JobSettings
 from rankwire.launch.loop import Loop
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.run_options import RunOptions
@@ -237,10 +236,10 @@ def follow(
     Raises:
         ConfigurationError: Node 0 was not found, or refused this node.
     """
-    address, node = options.master, options.node
+    address, node = options.hosts.master, options.hosts.node
     assert address is not None
     dial = partial(
-        dial_launcher, address, secret=secret, node=node, nodes=options.nodes, policy=policy
+        dial_launcher, address, secret=secret, node=node, nodes=options.hosts.nodes, policy=policy
     )
     try:
         link = _find_node_0(loop, dial, address, node)

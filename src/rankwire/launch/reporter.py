@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.launch.attempt import Attempt
+from rankwire.launch.attempt import Attempt, Failure, first_failure
 from rankwire.launch.nodes import Parts
 from rankwire.launch.output import Output
 from rankwire.launch.process import Ending
-from rankwire.launch.summary import Failure, first_failure
 from rankwire.texts import name_ranks
 
 STATUS_EVERY = 0.25

@@ -54,7 +54,7 @@ def run(options: RunOptions) -> int:
     """
     options.check()
     secret = _secret(options.secret_file)
-    policy = _policy(options.master or _LOOPBACKS[0], options.tls_dir)
+    policy = _policy(options.hosts.master or _LOOPBACKS[0], options.tls_dir)
     if options.tls_dir is not None:  # a program may change its working directory
         options = replace(options, tls_dir=options.tls_dir.absolute())
     _fill_standard_fds()
@@ -79,7 +79,7 @@ def run(options: RunOptions) -> int:
             output.say("processes that ranks start in other sessions may be left running here")
         local = HostRanks(options, loop, subreaper)
         stack.callback(local.close)
-        if options.node > 0:
+        if options.hosts.node > 0:
             return follow(loop, local, options, secret=secret, policy=policy)
         listener, address = _listen(options, output)
         job = LaunchedJob(
@@ -91,10 +91,14 @@ def run(options: RunOptions) -> int:
 
 def _listen(options: RunOptions, output: Output) -> tuple[runtime.Socket, str]:
     """Bind before the address is announced, so that no other process can take the port."""
-    master = options.master
+    master = options.hosts.master
     listener = bind(master) if master is not None else _bind_loopback()
     host, port = listener.getsockname()[:2]
-    if options.nodes > 1 and ipaddress.ip_address(host).is_loopback and host not in str(master):
+    if (
+        options.hosts.nodes > 1
+        and ipaddress.ip_address(host).is_loopback
+        and host not in str(master)
+    ):
         output.say(f"{master} is {host} here, where no other host reaches it", "bold yellow")
     return listener, master or str(TcpAddress(host, port))
 

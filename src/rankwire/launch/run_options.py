@@ -23,20 +23,44 @@ class OnFailure(StrEnum):
 
 
 @dataclass(frozen=True)
+class JobHosts:
+    """The hosts of a job.
+
+    Attributes:
+        nodes: The number of hosts, each with its own launcher.
+        node: The number of this host; world ranks are numbered in this order.
+        master: ``host:port`` where the launcher of node 0 listens.
+    """
+
+    nodes: int = 1
+    node: int = 0
+    master: str | None = None
+
+
+@dataclass(frozen=True)
+class FailureRules:
+    """What to do when a rank fails.
+
+    Attributes:
+        restarts: How many times all ranks may be restarted after a failure.
+        on_failure: What happens to the other ranks.
+        max_restarts: How many times each rank may be restarted alone.
+    """
+
+    restarts: int = 0
+    on_failure: OnFailure = OnFailure.STOP
+    max_restarts: int = 3
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """The options of a launcher.
 
     Attributes:
         command: The interpreter's arguments: a script or ``-m module``, then the program's own.
         ranks: The number of ranks on this host.
-        nodes: The number of hosts, each with its own launcher.
-        node: The number of this host; world ranks are numbered in this order.
-        master: ``host:port`` where the launcher of node 0 listens.
         secret_file: A file with the job's secret, the same on all hosts; None creates a secret.
         tls_dir: The folder with the certificates of the launcher and of this host's ranks.
-        restarts: How many times all ranks may be restarted after a failure.
-        on_failure: What happens to the other ranks when one fails.
-        max_restarts: How many times each rank may be restarted alone.
         debugged: The rank that gets this launcher's terminal, if any.
         grace: Seconds from the request to stop to SIGKILL.
         has_prefix: Whether to begin each line of output with its rank.
@@ -45,14 +69,10 @@ class RunOptions:
 
     command: Sequence[str]
     ranks: int
-    nodes: int = 1
-    node: int = 0
-    master: str | None = None
+    hosts: JobHosts = JobHosts()
     secret_file: Path | None = None
     tls_dir: Path | None = None
-    restarts: int = 0
-    on_failure: OnFailure = OnFailure.STOP
-    max_restarts: int = 3
+    failures: FailureRules = FailureRules()
     debugged: int | None = None
     grace: float = 5.0
     has_prefix: bool = True
@@ -66,21 +86,22 @@ class RunOptions:
             raise ConfigurationError(f"the grace is 0 or more seconds, not {self.grace!r}")
         default_timeout()  # an invalid one is one error here, instead of one for each rank
         self._check_nodes()
-        if self.restarts and self.on_failure is not OnFailure.STOP:
+        on_failure = self.failures.on_failure
+        if self.failures.restarts and on_failure is not OnFailure.STOP:
             raise ConfigurationError(
-                f"--restarts starts all ranks again when one fails, --on-failure {self.on_failure}"
+                f"--restarts starts all ranks again when one fails, --on-failure {on_failure}"
                 " lets the others go on: choose one of the two"
             )
         is_here = self.debugged is None or 0 <= self.debugged < self.ranks
-        if self.nodes == 1 and not is_here:
+        if self.hosts.nodes == 1 and not is_here:
             raise ConfigurationError(
                 f"--debug-rank {self.debugged}: there are ranks 0 to {self.ranks - 1}"
             )
 
     def _check_nodes(self) -> None:
-        nodes, master = self.nodes, self.master
-        if nodes < 1 or not 0 <= self.node < nodes:
-            raise ConfigurationError(f"there is no node {self.node} of {nodes}: nodes count from 0")
+        nodes, node, master = self.hosts.nodes, self.hosts.node, self.hosts.master
+        if nodes < 1 or not 0 <= node < nodes:
+            raise ConfigurationError(f"there is no node {node} of {nodes}: nodes count from 0")
         if nodes == 1:
             return
         if master is None:

@@ -28,8 +28,8 @@ from rankwire.launch.function_run import (
     in_rank_order,
     values_of,
 )
+from rankwire.launch.local_world import RankThread
 from rankwire.launch.process_world import ProcessWorld
-from rankwire.launch.rank_thread import RankThread
 from rankwire.mesh.dialing import Transport
 from rankwire.observe.stacks import stacks
 
