@@ -131,7 +131,7 @@ def test_off_loopback_all_frames_are_sealed_those_of_the_control_connection_too(
             *connections_of(world[0]),
             *connections_of(world[1]),
             world[1]._formation._membership._control,
-            *world[0]._formation._coordinator._watch.controls.values(),
+            *world[0]._formation._coordinator.watch.controls.values(),
         ]
         assert len(connections) >= 4
         assert all(connection._writer._seal is not None for connection in connections)

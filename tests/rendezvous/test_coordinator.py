@@ -271,7 +271,7 @@ def test_a_world_that_no_socket_takes_at_once_arrives(meet):
             # Who is missing was told to all, in sockets that had room for it.
             eventually(lambda: len(meeting.coordinator._roster.members) == 63)
             for near in (1, 2):
-                sock = meeting.coordinator._watch.controls[near].stream.sock
+                sock = meeting.coordinator.watch.controls[near].stream.sock
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         say(connection, Join(msgspec.structs.replace(member(rank), host="h" * 200)))
     assert {len(each.result().members) for each in reading} == {64}
@@ -332,7 +332,7 @@ def test_a_rank_that_joins_again_and_again_is_called_back_once_at_a_time(meet, m
         eventually(lambda: 1 in meeting.coordinator._joining)
         if pid < 4:
             connection.close()
-            eventually(lambda: 1 not in meeting.coordinator._watch.controls)
+            eventually(lambda: 1 not in meeting.coordinator.watch.controls)
     assert [pid for pid, _ in tries] == [0]
     tries[0][1]("nobody answers")  # of the first, which is gone
     eventually(lambda: len(tries) == 2)
@@ -464,7 +464,7 @@ def test_a_member_that_takes_nothing_does_not_keep_the_others_from_being_told(me
     connections = {rank: meeting.join(rank) for rank in (1, 2, 3)}
     for connection in connections.values():
         meeting.hear_until(connection, World)
-    stuffed = meeting.coordinator._watch.controls[1]
+    stuffed = meeting.coordinator.watch.controls[1]
     with contextlib.suppress(BlockingIOError):
         while True:
             stuffed.stream.sock.send(b"\0" * 4096)
@@ -503,7 +503,7 @@ def test_a_coordinator_that_a_member_has_given_up_tells_all_others_and_blames_no
     given_up = Gone(0, "it was silent", silent=True)
 
     def give_up() -> None:  # while the coordinator does nothing else, and for long
-        meeting.coordinator._watch._silence._judged -= DEFAULT_PATIENCE.fail_after
+        meeting.coordinator.watch._silence._judged -= DEFAULT_PATIENCE.fail_after
         for rank in (1, 2):
             say(connections[rank], given_up)
             connections[rank].close()

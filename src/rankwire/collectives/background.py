@@ -70,6 +70,10 @@ class Task:
         self._give_up = give_up
         self._outcome: tuple[Any, BaseException | None] | None = None
 
+    def due_in(self) -> float:
+        """Return the seconds until the worker runs it, unless a waiting thread is faster."""
+        return 0.0 if self.has_begun else _SOON - self.deadline.waited
+
     def run(self) -> BaseException | None:
         """Run it and end its work; return its error if that is an interrupt."""
         self.has_begun = True
@@ -274,15 +278,15 @@ class Background:
                 if self._worker is not worker:
                     return None
                 head = self._queue[0] if self._queue and self._runner is None else None
-                age = 0.0 if head is None else head.deadline.waited
-                if head is not None and (is_hasty or age >= _SOON or head.has_begun):
+                left = 0.0 if head is None or is_hasty else head.due_in()
+                if head is not None and left <= 0.0:
                     self._runner = worker
                     return head
                 if polls.are_over(self._submitted) and not self._queue and self._runner is None:
                     self._worker, self._is_called = None, True
                     return None
                 self._is_asleep, self._is_called = True, head is None and not polls.left
-            is_hasty = self._sleep(worker, polls.pause() if head is None else _SOON - age)
+            is_hasty = self._sleep(worker, left or polls.pause())
 
     def _sleep(self, worker: runtime.Lock, seconds: float) -> bool:
         """Sleep until woken or the time is over; return whether the worker was woken."""

@@ -110,6 +110,12 @@ class Losses:
             self._known.setdefault(peer, _Loss(peer, peer, error.reason, error.remote_traceback))
             return _blaming(error, peer, error.reason + _after(first, peer))
         self._known.setdefault(peer, _Loss(peer, root, error.reason, ""))
+        return self._consequence(error, peer, root, is_told=is_told)
+
+    def _consequence(
+        self, error: PeerLostError, peer: int, root: int, *, is_told: bool
+    ) -> RankwireError:
+        """Return the error of a peer that failed because of another rank."""
         begin = self._known.get(root)
         if begin is None:  # only the peer says so: that rank is alive, or left in an orderly way
             blaming = _blaming(error, root, error.reason)

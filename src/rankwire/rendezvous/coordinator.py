@@ -92,6 +92,9 @@ class Coordinator:
         incarnation_of: Returns how many times a rank was restarted alone.
         patience: How long a rank may be silent; ranks that join may ask for less.
         told: The callbacks.
+
+    Attributes:
+        watch: The connections of the ranks, and what is known of them once they are a world.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Coordinator:
         self._roster = Roster(world_size, me)
         self._reachability = Reachability(acceptor, self._answered)
         self._joining: set[int] = set()  # ranks that have said where they listen
-        self._watch = WorldWatch(world_size, self._roster.coordinator, acceptor, patience, told)
+        self.watch = WorldWatch(world_size, self._roster.coordinator, acceptor, patience, told)
         self._state = _State.FORMING
         self._changed = runtime.Condition()
         acceptor.call_every(_WAITING_EVERY, self._tell_missing)
@@ -131,14 +134,14 @@ class Coordinator:
             return Status.WRONG_WORLD_SIZE, world_size
         if not 0 <= hello.rank < world_size:
             return Status.INVALID_RANK, world_size
-        if hello.rank in self._watch.controls or hello.rank == self._roster.coordinator:
+        if hello.rank in self.watch.controls or hello.rank == self._roster.coordinator:
             holder = self._roster.members.get(hello.rank)
             if self._state is _State.FORMING:
                 first = holder.pid if holder else "unknown"
                 text = "a second process says that it is rank %d; process %s was first"
                 _log.warning(text, hello.rank, first)
             return Status.DUPLICATE_RANK, holder.pid if holder else 0
-        is_back = self._state is _State.FORMED and self._watch.rejoins.is_expected(hello.rank)
+        is_back = self._state is _State.FORMED and self.watch.rejoins.is_expected(hello.rank)
         if self._state is not _State.FORMING and not is_back:
             return Status.NOT_EXPECTED, 0
         return Status.WELCOME, 0
@@ -150,9 +153,9 @@ class Coordinator:
         connection = Connection(
             sock, peer=rank, max_nbytes=MAX_MEMBER_NBYTES, clock=clock, seals=seals
         )
-        self._watch.controls[rank] = connection
+        self.watch.controls[rank] = connection
         if self._state is _State.FORMED:
-            self._watch.rejoins.enter(rank)
+            self.watch.rejoins.enter(rank)
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
@@ -187,16 +190,16 @@ class Coordinator:
 
     def _tell_hopeless(self) -> None:
         absent = self._roster.never_to_come()
-        if self._state is not _State.FORMING or not absent or not self._watch.controls:
+        if self._state is not _State.FORMING or not absent or not self.watch.controls:
             return
         reason = f"the world cannot form: {self._roster.absent[absent[0]]}"
-        self._watch.tell_all(Failed(reason, absent, absent[0]))
+        self.watch.tell_all(Failed(reason, absent, absent[0]))
         if not self._roster.is_hopeless:
             self._roster.is_hopeless = True
             self._told.on_hopeless(reason)
 
     def _heard(self, rank: int, frames: list[Frame]) -> None:
-        self._watch.heard(rank)
+        self.watch.heard(rank)
         for frame in frames:
             message = unpack(whole_of(frame.payload))
             if words := objection(message, self._standing_of(rank)):
@@ -205,22 +208,22 @@ class Coordinator:
             match message:
                 case Join():
                     self._joining.add(rank)
-                    self._reachability.check(self._watch.controls[rank], message)
+                    self._reachability.check(self.watch.controls[rank], message)
                 case Known():
-                    self._watch.take_known(rank, message)
+                    self.watch.take_known(rank, message)
                 case Notice() | AgentSays():
-                    self._watch.take_report(rank, message)
+                    self.watch.take_report(rank, message)
                 case Doing():
-                    self._watch.reports.take_doing(rank, message)
+                    self.watch.reports.take_doing(rank, message)
                 case Fallen():
-                    self._watch.take_fallen(rank, message, self._roster.members)
+                    self.watch.take_fallen(rank, message, self._roster.members)
                     return
                 case Gone():
                     self._give_in(message)
                     return
 
     def _standing_of(self, rank: int) -> Standing:
-        watch = self._watch
+        watch = self.watch
         return Standing(
             rank,
             has_joined=rank in self._joining,
@@ -246,9 +249,9 @@ class Coordinator:
     def _join(self, member: Member, patience: Patience) -> None:
         incarnation = self._incarnation_of(member.rank)
         member = msgspec.structs.replace(member, incarnation=incarnation)
-        if self._watch.rejoins.is_under_way(member.rank):
-            self._watch.rejoins.queue(member)
-            self._watch.welcome_back()
+        if self.watch.rejoins.is_under_way(member.rank):
+            self.watch.rejoins.queue(member)
+            self.watch.welcome_back()
             return
         with self._changed:
             if self._state is not _State.FORMING:
@@ -259,7 +262,7 @@ class Coordinator:
                 self._form()
                 return
             self._roster.has_changed = True
-        tell(self._watch.controls[member.rank], Waiting(self._roster.missing()))
+        tell(self.watch.controls[member.rank], Waiting(self._roster.missing()))
         self._tell_hopeless()
 
     def _tell_missing(self) -> None:
@@ -267,7 +270,7 @@ class Coordinator:
             self._acceptor.call_no_more(self._tell_missing)
         elif self._roster.has_changed:
             self._roster.has_changed = False
-            self._watch.tell_all(Waiting(self._roster.missing()))
+            self.watch.tell_all(Waiting(self._roster.missing()))
 
     def _form(self) -> None:
         members = [member for _, member in sorted(self._roster.members.items())]
@@ -275,7 +278,7 @@ class Coordinator:
         world = FormedWorld(members, self._patience, coordinator, self._key_of)
         is_launcher = self._me is None
         self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
-        self._watch.begin(world, self._patience)  # all are told before this rank goes on
+        self.watch.begin(world, self._patience)  # all are told before this rank goes on
         self._state = _State.FORMED
         self._changed.notify_all()
 
@@ -287,15 +290,15 @@ class Coordinator:
         Without this, the others would take the members that gave it up for lost.
         """
         self._state = _State.CLOSED
-        self._watch.report(gone)
+        self.watch.report(gone)
         self.dissolve()
 
     def _ended(self, rank: int, error: RankwireError) -> None:
-        self._watch.controls.pop(rank).close()
+        self.watch.controls.pop(rank).close()
         self._joining.discard(rank)
         self._reachability.forget(rank)
         if self._state is _State.FORMED:  # which it becomes on this thread only
-            self._watch.ended(rank, error)
+            self.watch.ended(rank, error)
             return
         with self._changed:
             self._roster.strike(rank)
@@ -304,24 +307,16 @@ class Coordinator:
 
     def expect_again(self, rank: int) -> None:
         """Allow a rank to rejoin the formed world, whose old process has ended."""
-        if (connection := self._watch.controls.get(rank)) is not None:  # its child may hold it open
+        if (connection := self.watch.controls.get(rank)) is not None:  # its child may hold it open
             self._acceptor.unwatch(connection)
             self._ended(rank, PeerLostError(rank, "its process has ended"))
-        self._watch.expect_again(rank)
-
-    def take_report(self, rank: int, message: Notice | AgentSays) -> None:
-        """Take the report of a rank, perhaps this one, and tell the ranks that need to know."""
-        self._watch.take_report(rank, message)
-
-    def silences(self) -> dict[int, float]:
-        """Return the seconds of silence of the ranks that missed a beat. Safe from any thread."""
-        return self._watch.silences()
+        self.watch.expect_again(rank)
 
     def _tell_failed(self, reason: str, missing: list[int]) -> None:
         told = runtime.Event()
 
         def tell() -> None:
-            self._watch.tell_all(Failed(reason, missing))
+            self.watch.tell_all(Failed(reason, missing))
             told.set()
 
         self._acceptor.call_soon(tell)
@@ -329,8 +324,8 @@ class Coordinator:
 
     def dissolve(self) -> None:
         """Disconnect from all ranks. On the acceptor's thread, which continues."""
-        self._acceptor.call_no_more(self._watch.beat)
-        for connection in self._watch.controls.values():
+        self._acceptor.call_no_more(self.watch.beat)
+        for connection in self.watch.controls.values():
             self._acceptor.unwatch(connection)
         self.close()
 
@@ -343,19 +338,19 @@ class Coordinator:
         if self._state is _State.FORMED:
             self._pass_on_last_words()
         self._state = _State.CLOSED
-        for connection in self._watch.controls.values():
+        for connection in self.watch.controls.values():
             if fallen is None or self._me is None:
                 connection.farewell(AT_ONCE)
             else:
                 tell(connection, gone_by(self._me.rank, fallen))
             connection.close()
-        self._watch.controls.clear()
+        self.watch.controls.clear()
 
     def _pass_on_last_words(self) -> None:
         """Tell the others which ranks left or failed at the same moment."""
-        for rank, connection in list(self._watch.controls.items()):
+        for rank, connection in list(self.watch.controls.items()):
             try:
-                while self._watch.controls.get(rank) is connection:
+                while self.watch.controls.get(rank) is connection:
                     frames = connection.read_ready()
                     if frames is None:
                         break

@@ -232,7 +232,7 @@ class Formation:
 
         def send() -> None:
             if self._coordinator is not None:
-                self._coordinator.take_report(self._owner.rank, message)
+                self._coordinator.watch.take_report(self._owner.rank, message)
             elif self._membership is not None:
                 self._membership.report(message)
             is_sent.set()
@@ -247,7 +247,8 @@ class Formation:
 
         A rank that coordinates watches all others; any other rank watches the coordinator.
         """
-        counting = self._coordinator or self._membership
+        coordinator = self._coordinator
+        counting = self._membership if coordinator is None else coordinator.watch
         return {} if counting is None else counting.silences()
 
     # -- ending ------------------------------------------------------------------------------------
