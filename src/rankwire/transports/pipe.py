@@ -59,18 +59,12 @@ class Position(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """What the messages of one direction meet on their way.
+    """What delays the messages of one direction, and counts them."""
 
-    Attributes:
-        now: The clock's, by which they are late.
-        delays: How many seconds each takes in turn; None if they take none.
-        gate: What lets them through at the reader.
-        on_message: Called in the writer's thread when a message is written whole; it must not wait.
-    """
-
-    now: Callable[[], float]
-    delays: Iterator[float] | None = None
-    gate: Gate | None = None
+    now: Callable[[], float]  # the clock's
+    delays: Iterator[float] | None = None  # seconds of each message in turn
+    gate: Gate | None = None  # at the reader
+    # Called in the writer's thread when a message is written whole; it must not wait.
     on_message: Callable[[], None] = lambda: None
 
     def follow(self, position: Position, data: bytes) -> tuple[int, bool, Position]:
@@ -258,10 +252,13 @@ class Pipe:
     def cut(self) -> None:
         """Lose what is not visible by now. Any thread."""
         if self._cut_at is None:
-            # Where no message is late, all is visible at any time.
-            self._cut_at = 0.0 if self._route is None else self._route.now()
+            self._cut_at = self._now()
         self.wake_readers()
         wake(self.writers)
+
+    def _now(self) -> float:
+        """Return the time; where no message is late, all is visible at time 0."""
+        return 0.0 if self._route is None else self._route.now()
 
     # -- the reader --------------------------------------------------------------------------------
 
@@ -306,10 +303,7 @@ class Pipe:
         return not self._chunks and not self._is_ended and self._cut_at is None
 
     def readable_in(self) -> float | None:
-        """Return in how many seconds there is something to read; None if that is not known.
-
-        The end counts, and so does what is held back for want of room.
-        """
+        """Return in how many seconds there is input, the end included; None if not known."""
         is_over = self._is_ended or self._cut_at is not None
         chunk = self._head()
         if chunk is None:
@@ -325,9 +319,7 @@ class Pipe:
     def _fill(self, buffer: memoryview, *, is_read: bool) -> int:
         """Copy what is visible into a buffer; return how much."""
         read_to, filled, index = self._read_to, 0, 0
-        latest = self._cut_at
-        if latest is None:
-            latest = 0.0 if self._route is None else self._route.now()
+        latest = self._now() if self._cut_at is None else self._cut_at
         while filled < len(buffer):
             try:
                 chunk = self._chunks[index]
@@ -340,17 +332,23 @@ class Pipe:
                 break
             data = chunk.data
             start = max(read_to - (chunk.end - len(data)), 0)
-            if is_read and chunk.begins and not start and self._route is not None:
-                gate = self._route.gate
-                if gate is not None and self._cut_at is None:
-                    if filled or gate.free_at > latest:
-                        break
-                    gate.free_at = latest + gate.seconds
+            if is_read and chunk.begins and not start and self._is_held_up(filled > 0, latest):
+                break
             count = min(len(data) - start, len(buffer) - filled)
             buffer[filled : filled + count] = memoryview(data)[start : start + count]
             filled += count
             read_to = chunk.end - len(data) + start + count
         return filled
+
+    def _is_held_up(self, is_second: bool, now: float) -> bool:
+        """Pass the gate with one message, or return True if it is closed."""
+        gate = None if self._route is None else self._route.gate
+        if gate is None or self._cut_at is not None:
+            return False
+        if is_second or gate.free_at > now:
+            return True
+        gate.free_at = now + gate.seconds
+        return False
 
     def _head(self) -> _Chunk | None:
         """Return the first chunk that is written and not read."""
@@ -396,5 +394,5 @@ class Pipe:
         wake(self.readers)
 
     def discard(self) -> None:
-        """Forget what nobody will read."""
+        """Drop what was not read."""
         self._chunks = deque()
