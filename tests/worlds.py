@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import random
 import resource
+import select  # noqa: F401  (for what tests evaluate in a rank process)
 import shutil
 import signal
 import socket
