@@ -20,9 +20,9 @@ from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.interrupts import ONCE
 from rankwire.links.lender import Meanwhile
-from rankwire.links.writer import JOIN_NBYTES, FrameWriter
+from rankwire.links.writer import JOIN_NBYTES, FrameWriter, seal_message
 from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
-from rankwire.wire.seals import SLICE_NBYTES, SealInProgress
+from rankwire.wire.seals import SealInProgress
 
 _TURN = 0.05  # seconds that one thread has the send lock for what others have posted
 _PAUSE = 0.0005  # and then lets go of it
@@ -188,10 +188,7 @@ class Outbox(FrameWriter):
         group, channel, tag = queued.envelope
         buffers, nbytes = queued.message
         header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
-        seal = self._seal
-        if seal is None:
+        if self._seal is None:
             return [header, *buffers], None
-        if nbytes <= SLICE_NBYTES:
-            return [header, *seal.around(sequence, header, channel, buffers, nbytes)], None
-        pieces, coming = seal.begin_around(sequence, header, channel, buffers, nbytes)
+        pieces, coming = seal_message(self._seal, sequence, header, channel, queued.message)
         return [header, *pieces], coming

@@ -161,11 +161,9 @@ class FrameWriter:
             buffers, nbytes = message
             group, channel, tag = envelope
             header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
-            seal, coming = self._seal, None
-            if seal is not None and nbytes <= SLICE_NBYTES:
-                buffers = seal.around(sequence, header, channel, buffers, nbytes)
-            elif seal is not None:
-                buffers, coming = seal.begin_around(sequence, header, channel, buffers, nbytes)
+            coming = None
+            if self._seal is not None:
+                buffers, coming = seal_message(self._seal, sequence, header, channel, message)
             frame = b"" if nbytes > JOIN_NBYTES else b"".join((header, *buffers))
             if not frame:
                 self._write((header, *buffers), deadline, meanwhile, is_owned=False, coming=coming)
@@ -346,9 +344,8 @@ class FrameWriter:
     def _put_in_order(self, is_sender_there: bool) -> None:
         """Keep the rest of a write that ended early. Safe to repeat.
 
-        Args:
-            is_sender_there: Whether the frame's memory is as the sender left it. If not, it was
-                interrupted again and again.
+        If the sender is not there any more, because it was interrupted again and again, the memory
+        of its frame may have changed.
         """
         if self._journal is None:
             return
@@ -391,3 +388,13 @@ class FrameWriter:
                 self._stream.wait(min(deadline.sleep_limit(), _BLOCKED_NAP), to_write=True)
             if deadline.expired:
                 raise self.not_taken(deadline)
+
+
+def seal_message(
+    seal: Seal, sequence: int, header: bytes, channel: int, message: Message
+) -> tuple[Sequence[Buffer], SealInProgress | None]:
+    """Return the pieces after a header, and the last one if it is made while the others leave."""
+    buffers, nbytes = message
+    if nbytes <= SLICE_NBYTES:
+        return seal.around(sequence, header, channel, buffers, nbytes), None
+    return seal.begin_around(sequence, header, channel, buffers, nbytes)
