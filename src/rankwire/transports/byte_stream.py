@@ -58,8 +58,8 @@ class ByteStream:
         look: How to poll it, for ``Spin.finds``.
         recv_into: A C function that reads and returns the number of bytes, if there is one. A
             connection then calls it in place of ``read``, and notes the number in the same step:
-            ``counts.extend(map(stream.recv_into, (view,)))``. ``read`` in Python around the same
-            call costs 0.1 us more for every small frame.
+            ``counts.extend(map(stream.recv_into, (view,)))``. ``read`` and ``write`` in Python
+            take 0.3 to 0.4 us more a transfer (60 bytes, Unix socket, loaded machine).
         send: The same for ``write``.
     """
 
