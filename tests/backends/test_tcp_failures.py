@@ -383,7 +383,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_delivers_nothing_of_it(vict
     assert buffer[came:] == b"." * (132_000 - came)
     with pytest.raises(PeerLostError):
         backend.recv(1)
-    assert backend._peers[1].inbox._mailbox.unmatched_nbytes == 0
+    assert backend._peers[1].inbox._mailbox.arrived.nbytes == 0
     for operation in (lambda: backend.recv(1), lambda: backend.send(b"x", 1)):
         with pytest.raises(PeerLostError):
             operation()

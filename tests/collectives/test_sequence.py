@@ -535,7 +535,7 @@ def kept_nbytes(backend, src: int) -> int:
     """Return how much of a rank's messages nobody has asked for."""
     inboxes = getattr(backend, "_inboxes", None)
     inbox = backend._peers[src].inbox if inboxes is None else inboxes[src]
-    return inbox._mailbox.unmatched_nbytes
+    return inbox._mailbox.arrived.nbytes
 
 
 @pytest.mark.parametrize("kind", ["simulated", "auto", "tcp"])

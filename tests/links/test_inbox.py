@@ -154,7 +154,7 @@ def test_threads_that_wait_for_different_tags_each_get_exactly_theirs(post):
     for tag, running in enumerate(waiting):
         expected = [struct.pack("<II", tag, n) for n, each in enumerate(tags) if each == tag]
         assert running.result() == expected
-    assert post.inbox._mailbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.arrived.nbytes == 0
     assert not post.inbox.is_read
 
 
@@ -323,7 +323,7 @@ class Crowd:
         eventually(lambda: post.inbox.read_available() or self.called, SOON)
         assert [receive.result() for receive in self.called] == [b"called back"]
         eventually(lambda: not post.inbox.is_read, SOON)
-        assert (post.inbox.in_flight, post.inbox._mailbox.unmatched_nbytes) == (0, 0)
+        assert (post.inbox.in_flight, post.inbox._mailbox.arrived.nbytes) == (0, 0)
         assert not post.inbox._asleep
 
 
@@ -780,7 +780,7 @@ def full_post(connections):
     """Nothing is read beyond the second of five large messages with tag 1."""
     post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
     sending = Running(lambda: [post.send(1, bytes([n]) * 100 * KIB) for n in range(5)])
-    eventually(lambda: poll(post, 9) or post.inbox._mailbox.unmatched_nbytes >= 200 * KIB)
+    eventually(lambda: poll(post, 9) or post.inbox._mailbox.arrived.nbytes >= 200 * KIB)
     return post, sending
 
 
@@ -790,7 +790,7 @@ def test_what_nobody_asks_for_stops_the_reading_and_the_error_says_so(connection
     post.send(2, b"behind them")
     with pytest.raises(DeadlineExceededError, match="204800 bytes of other messages"):
         post.recv(2, 0.1)
-    assert post.inbox._mailbox.unmatched_nbytes == 200 * KIB
+    assert post.inbox._mailbox.arrived.nbytes == 200 * KIB
 
 
 def test_taking_what_is_kept_lets_the_reading_go_on(connections):
@@ -815,12 +815,12 @@ def test_leaving_a_group_makes_room_and_lets_the_reading_go_on(connections):
     sending = Running(
         post.sender.send, (5, Channel.MESSAGE, 1), ([payload], len(payload)), Deadline(PATIENCE)
     )
-    eventually(lambda: poll(post, 9) or post.inbox._mailbox.unmatched_nbytes)
+    eventually(lambda: poll(post, 9) or post.inbox._mailbox.arrived.nbytes)
     sending.result()
     waiting = post.start(2)
     assert not post.inbox.is_read
     post.inbox.abandon(5, ChannelClosedError("left the group"))
-    assert post.inbox._mailbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.arrived.nbytes == 0
     post.send(2, b"x")
     assert waiting.result(SOON) == b"x"
 
@@ -959,7 +959,11 @@ def test_replies_that_nobody_waits_for_are_dropped_and_counted(connections):
     waiting = post.start(2)
     post.send(2, b"x")
     assert waiting.result() == b"x"
-    assert (post.inbox._mailbox.dropped, post.inbox.in_flight, receive.done) == (1, 0, False)
+    assert (post.inbox._mailbox.arrived.dropped, post.inbox.in_flight, receive.done) == (
+        1,
+        0,
+        False,
+    )
 
 
 @on_both_transports
@@ -995,7 +999,7 @@ def test_waiting_until_reads_until_the_condition_holds(post):
 def test_waiting_until_what_holds_already_does_not_read(post):
     post.send(1, b"x")
     assert post.inbox.wait_until(lambda: True, Deadline(0.0))
-    assert post.inbox._mailbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.arrived.nbytes == 0
 
 
 def test_waiting_until_gives_up_at_the_deadline(post):
@@ -1114,11 +1118,11 @@ def test_a_lent_message_that_nobody_wants_is_fetched_by_the_reader_and_its_sende
     for tag in (7, 7, 8):
         lent_post.lend(tag).result(SOON)
     assert not reader.done
-    eventually(lambda: lent_post.inbox._mailbox.unmatched_nbytes == 3 * LARGE)
+    eventually(lambda: lent_post.inbox._mailbox.arrived.nbytes == 3 * LARGE)
     lent_post.send(5, b"x")
     assert reader.result(SOON) == b"x"
     assert [whole_of(lent_post.recv(tag)) for tag in (7, 8, 7)] == [large(7), large(8), large(7)]
-    assert lent_post.inbox._mailbox.unmatched_nbytes == 0
+    assert lent_post.inbox._mailbox.arrived.nbytes == 0
 
 
 @pytest.mark.parametrize("read", ["read", "read_available", "read_quietly"])
@@ -1165,7 +1169,7 @@ def test_a_thread_that_wants_it_while_it_is_being_fetched_gets_it_once(lent_post
         assert whole_of(lent_post.recv(7)) == large(number)
         sending.result(SOON)
         helper.result(SOON)
-    assert lent_post.inbox._mailbox.unmatched_nbytes == 0
+    assert lent_post.inbox._mailbox.arrived.nbytes == 0
 
 
 def test_a_lent_message_keeps_its_place_among_others(lent_post):
@@ -1209,7 +1213,7 @@ def test_a_message_that_was_taken_back_is_never_seen(lent_post):
     lent_post.withdraw(1)
     lent_post.send(2, b"x")
     assert lent_post.recv(2) == b"x"  # whoever reads finds that it was taken back
-    assert lent_post.inbox._mailbox.unmatched_nbytes == 0
+    assert lent_post.inbox._mailbox.arrived.nbytes == 0
     with pytest.raises(DeadlineExceededError):
         lent_post.recv(1, 0.05)
     lent_post.send(1, b"the next one")
@@ -1282,8 +1286,8 @@ def test_a_lent_message_that_is_refused_is_dropped_and_its_sender_goes_on(lent_p
     lent_post.lend(2 << 16, large(2)).result(SOON)
     if when == "after":
         lent_post.inbox.refuse((0, Channel.MESSAGE, 1 << 16))
-    eventually(lambda: lent_post.inbox._mailbox.unmatched_nbytes == LARGE)
-    assert lent_post.inbox._mailbox.dropped == 1
+    eventually(lambda: lent_post.inbox._mailbox.arrived.nbytes == LARGE)
+    assert lent_post.inbox._mailbox.arrived.dropped == 1
     lent_post.send(9, b"x")
     assert reader.result(SOON) == b"x"
     assert whole_of(lent_post.recv(2 << 16)) == large(2)
@@ -1292,7 +1296,7 @@ def test_a_lent_message_that_is_refused_is_dropped_and_its_sender_goes_on(lent_p
 def test_refusing_makes_room_and_lets_the_reading_go_on(connections):
     post = Post(connections, Mailbox(unmatched_limit=150 * KIB))
     sending = Running(post.send, 1, bytes(200 * KIB))
-    eventually(lambda: poll(post, 1 << 20) or post.inbox._mailbox.unmatched_nbytes)
+    eventually(lambda: poll(post, 1 << 20) or post.inbox._mailbox.arrived.nbytes)
     sending.result()
     waiting = post.start(2 << 20)
     assert not post.inbox.is_read
@@ -1330,7 +1334,7 @@ def test_a_lent_reply_that_nobody_wants_is_counted_like_any_other(replies):
     replies.lend(3).result(SOON)
     replies.send(1, b"x")
     assert waiting.result(SOON) == b"x"
-    assert replies.inbox._mailbox.dropped == 2
+    assert replies.inbox._mailbox.arrived.dropped == 2
 
 
 def test_a_reply_that_was_taken_back_does_not_stop_those_behind_it(replies):
@@ -1357,7 +1361,7 @@ def test_there_is_something_to_watch_only_if_somebody_can_read_it(connections):
     assert reader.result() == b"x"
     assert post.inbox.watch() == [post.connection.stream]
     post.send(2, b"large")
-    eventually(lambda: post.inbox.read() or post.inbox._mailbox.unmatched_nbytes)
+    eventually(lambda: post.inbox.read() or post.inbox._mailbox.arrived.nbytes)
     assert post.inbox.watch() == [], "no more is read for now"
     post.inbox.read()
     assert post.recv(2) == b"large"
@@ -1427,7 +1431,7 @@ def test_random_timeouts_lose_nothing_double_nothing_and_keep_the_order(post):
         taker.result()
     assert received == [list(range(count)) for count in sent]
     assert sum(sent) > 500
-    assert post.inbox._mailbox.unmatched_nbytes == 0
+    assert post.inbox._mailbox.arrived.nbytes == 0
     assert not post.inbox.is_read
     assert not post.inbox._asleep
 
@@ -1538,7 +1542,7 @@ def test_the_end_of_a_connection_in_the_middle_of_a_message_gives_the_memory_bac
     with pytest.raises(PeerLostError):
         waiting.result(SOON)
     assert post.inbox._mailbox.placing is None
-    assert not isinstance(post.connection._parser.state[3][5].payload, Placed)
+    assert not isinstance(post.connection._parser.state[3].large.payload, Placed)
     go_on.set()
     sending.result()
 

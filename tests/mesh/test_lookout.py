@@ -376,7 +376,7 @@ def test_many_threads_that_send_large_and_small_keep_the_order_of_each_tag(pair)
     running = [Running(work, tag) for tag in range(threads) for work in (send, receive)]
     for each in running:
         each.result()
-    assert pair[1]._peers[0].inbox._mailbox.unmatched_nbytes == 0
+    assert pair[1]._peers[0].inbox._mailbox.arrived.nbytes == 0
 
 
 def test_a_small_message_passes_a_large_one_that_nobody_takes(lending):

@@ -1,7 +1,5 @@
 """The mailbox: every message goes to exactly one receive of its key, in order."""
 
-from collections import deque
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -76,7 +74,6 @@ def test_a_failure_ends_also_the_receive_whose_message_is_coming():
 
 def test_tidying_completes_a_delivery_to_where_it_was_wanted_that_was_interrupted():
     mailbox = Mailbox()
-    mailbox.due = deque()
     receive = placing(mailbox)
     receive.on_done = print
     receive._cell.append(Placed(b"", receive.into))
@@ -111,30 +108,30 @@ def test_what_is_refused_is_dropped_now_and_later_and_nothing_else_is():
         for key in [*kept, *((0, Channel.COLLECTIVE, FAMILY + step) for step in (0, 9, 65535))]:
             assert mailbox.deliver(key, bytearray(when.encode())) is None
         if when == "now":
-            mailbox.refuse((0, Channel.COLLECTIVE, FAMILY + 5))
-            assert (mailbox.dropped, mailbox.unmatched_nbytes) == (3, 4 * 3)
-    assert (mailbox.dropped, mailbox.unmatched_nbytes) == (6, 4 * 8)
+            mailbox.arrived.refuse((0, Channel.COLLECTIVE, FAMILY + 5))
+            assert (mailbox.arrived.dropped, mailbox.arrived.nbytes) == (3, 4 * 3)
+    assert (mailbox.arrived.dropped, mailbox.arrived.nbytes) == (6, 4 * 8)
     for key in kept:
         assert [taken(mailbox, key), taken(mailbox, key)] == [b"now", b"later"]
-    assert mailbox.unmatched_nbytes == 0
+    assert mailbox.arrived.nbytes == 0
 
 
 def test_a_refused_message_still_reaches_a_waiting_receive():
     mailbox = Mailbox()
     receive = posted(mailbox)
-    mailbox.refuse(KEY)
+    mailbox.arrived.refuse(KEY)
     assert mailbox.deliver(KEY, bytearray(b"x")) is receive
     assert mailbox.deliver(KEY, bytearray(b"y")) is None
-    assert mailbox.dropped == 1
+    assert mailbox.arrived.dropped == 1
 
 
 def test_only_the_last_256_refusals_are_remembered():
     mailbox = Mailbox()
     for number in range(257):
-        mailbox.refuse((0, Channel.COLLECTIVE, number << 16))
+        mailbox.arrived.refuse((0, Channel.COLLECTIVE, number << 16))
     for number in range(257):
         mailbox.deliver((0, Channel.COLLECTIVE, number << 16), bytearray(b"x"))
-    assert (mailbox.dropped, mailbox.unmatched_nbytes) == (256, 1)
+    assert (mailbox.arrived.dropped, mailbox.arrived.nbytes) == (256, 1)
 
 
 @pytest.mark.parametrize(("key", "nbytes"), [(KEY, None), ((0, Channel.MESSAGE, 2**64 - 1), 5)])
@@ -252,7 +249,7 @@ def test_a_message_that_fits_no_waiting_receive_is_kept():
     mailbox.post(misfit)
     assert mailbox.deliver(KEY, bytearray(5)) is None
     assert mailbox.misfits == [misfit]
-    assert (mailbox.wanted, mailbox.unmatched_nbytes) == (0, 5)
+    assert (mailbox.wanted, mailbox.arrived.nbytes) == (0, 5)
     assert taken(mailbox) == bytes(5)
 
 
@@ -314,42 +311,42 @@ def test_a_mailbox_is_full_at_its_limit_of_unmatched_messages(monkeypatch):
     monkeypatch.setattr("rankwire.wire.mailbox._MOST_UNMATCHED", 3)
     mailbox = Mailbox()
     for tag in range(3):
-        assert not mailbox.full
+        assert not mailbox.arrived.full
         mailbox.deliver((tag, Channel.MESSAGE, tag << 16), bytearray())
-    assert mailbox.full
+    assert mailbox.arrived.full
     assert taken(mailbox, (0, Channel.MESSAGE, 0)) == b""
-    assert (mailbox.unmatched, mailbox.full) == (2, False)
-    mailbox.refuse((1, Channel.MESSAGE, 1 << 16))
-    assert mailbox.unmatched == 1
+    assert (mailbox.arrived.count, mailbox.arrived.full) == (2, False)
+    mailbox.arrived.refuse((1, Channel.MESSAGE, 1 << 16))
+    assert mailbox.arrived.count == 1
     mailbox.fail_group(2, ChannelClosedError("left"))
-    assert mailbox.unmatched == 0
+    assert mailbox.arrived.count == 0
 
 
 def test_a_mailbox_is_full_at_its_limit_of_unmatched_bytes():
     mailbox = Mailbox(unmatched_limit=10)
     posted(mailbox)
     mailbox.deliver(KEY, bytearray(100))
-    assert not mailbox.full, "what is taken at once does not count"
+    assert not mailbox.arrived.full, "what is taken at once does not count"
     mailbox.deliver(KEY, bytearray(9))
-    assert (mailbox.unmatched_nbytes, mailbox.full) == (9, False)
+    assert (mailbox.arrived.nbytes, mailbox.arrived.full) == (9, False)
     mailbox.deliver(OTHERS[0], bytearray(1))
-    assert (mailbox.unmatched_nbytes, mailbox.full) == (10, True)
+    assert (mailbox.arrived.nbytes, mailbox.arrived.full) == (10, True)
     receive = posted(mailbox, OTHERS[0])
-    assert (mailbox.unmatched_nbytes, mailbox.full) == (9, False)
+    assert (mailbox.arrived.nbytes, mailbox.arrived.full) == (9, False)
     mailbox.put_back(receive)
-    assert (mailbox.unmatched_nbytes, mailbox.full) == (10, True)
+    assert (mailbox.arrived.nbytes, mailbox.arrived.full) == (10, True)
 
 
 def test_dropped_messages_without_a_receive_are_counted():
     mailbox = Mailbox(keep_unmatched=False)
     assert mailbox.deliver(KEY, bytearray(b"a reply to nobody")) is None
-    assert (mailbox.dropped, mailbox.unmatched_nbytes, mailbox.full) == (1, 0, False)
+    assert (mailbox.arrived.dropped, mailbox.arrived.nbytes, mailbox.arrived.full) == (1, 0, False)
     receive = posted(mailbox)
     assert not receive.done
     assert mailbox.deliver(KEY, bytearray(b"a reply")) is receive
-    assert mailbox.dropped == 1
+    assert mailbox.arrived.dropped == 1
     mailbox.put_back(receive)
-    assert mailbox.dropped == 2
+    assert mailbox.arrived.dropped == 2
     assert not posted(mailbox).done
 
 
@@ -365,12 +362,12 @@ def test_leaving_a_group_ends_its_receives_and_drops_its_messages():
     left, stays = posted(mailbox, (5, 1, 0)), posted(mailbox, (6, 1, 0))
     mailbox.deliver((5, 1, 1), bytearray(9))
     mailbox.deliver((6, 1, 1), bytearray(1))
-    assert mailbox.full
+    assert mailbox.arrived.full
     assert mailbox.fail_group(5, ChannelClosedError("left the group")) == [left]
     with pytest.raises(ChannelClosedError, match="left the group"):
         left.result()
     assert not stays.done
-    assert (mailbox.unmatched_nbytes, mailbox.full) == (1, False)
+    assert (mailbox.arrived.nbytes, mailbox.arrived.full) == (1, False)
     assert taken(mailbox, (6, 1, 1)) == bytes(1)
 
 
@@ -520,11 +517,11 @@ class MailboxMachine(RuleBasedStateMachine):
         for receives in self.wanted.values():
             assert not any(receive.done for receive in receives)
         kept = sum(len(payload) for payloads in self.arrived.values() for payload in payloads)
-        assert self.mailbox.unmatched_nbytes == kept
-        assert self.mailbox.full is (kept >= 20)
+        assert self.mailbox.arrived.nbytes == kept
+        assert self.mailbox.arrived.full is (kept >= 20)
         assert self.mailbox.wanted == sum(map(len, self.wanted.values()))
         assert len(self.mailbox.wanted_by) == sum(map(bool, self.wanted.values()))
-        assert self.mailbox.dropped == self.dropped
+        assert self.mailbox.arrived.dropped == self.dropped
         assert self.mailbox.failure is self.failed
 
     def teardown(self):

@@ -267,8 +267,8 @@ def test_swapped_frames_are_refused():
 
 def after_four_billion_frames():
     receiver = parser()
-    frames, counts, sequence, (start, end, _, *place), read = receiver.state
-    receiver.commit((frames, counts, sequence, (start, end, 1 << 32, *place), read))
+    frames, counts, sequence, place, read = receiver.state
+    receiver.commit((frames, counts, sequence, place._replace(sealed=1 << 32), read))
     return receiver
 
 

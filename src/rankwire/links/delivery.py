@@ -105,12 +105,12 @@ class DeliveryMailbox(SharedMailbox):
                 if receive is not None and _is_awaited(receive):
                     self._match(frames, only_first=True)
                     return True
-                if receive is None and self._mailbox.full:
+                if receive is None and self._arrived.full:
                     return False
         if self._fetch:
             if receive is None:
                 payload.release()
-                self._mailbox.dropped += 1
+                self._arrived.dropped += 1
                 frames.popleft()
                 return True
         elif self._bring(frames, envelope, payload):

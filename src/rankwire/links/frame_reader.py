@@ -131,7 +131,7 @@ class FrameReader(ConnectionEnd):
         try:
             if parser.ring is not None and parser.take_records():
                 return parser.state[0]
-            if self._recv_into is None or parser.state[3][5] is not None:  # in a large payload
+            if self._recv_into is None or parser.state[3].large is not None:  # in a large payload
                 with self.filling:
                     self._take_in_otherwise()
             elif not (is_whole := parser.take_in(self._recv_into)):

@@ -88,7 +88,7 @@ class Inbox(ReadingRole):
                 if self._reader is None:
                     if self._asleep:
                         self._parked.wake_one()
-                    elif not receive.done and self.connection and not self._mailbox.full:
+                    elif not receive.done and self.connection and not self._arrived.full:
                         self._reader = receive
                         self.turns += 1
             if self._reader is receive:
@@ -148,7 +148,7 @@ class Inbox(ReadingRole):
                 # Both in one step, so that no wake-up falls between the look at the role and the
                 # sleep.
                 with self._mutex:
-                    if self._reader is None and self.connection and not self._mailbox.full:
+                    if self._reader is None and self.connection and not self._arrived.full:
                         self._reader = token
                         self.turns += 1
                     else:
@@ -265,10 +265,10 @@ class Inbox(ReadingRole):
 
     def too_late(self, deadline: Deadline) -> DeadlineExceededError:
         """Return the error of a receive whose message has not come in time."""
-        mailbox, detail = self._mailbox, ""
-        if mailbox.full:
-            kept = f"{mailbox.unmatched_nbytes} bytes of other messages from it"
-            detail = f"{kept} ({mailbox.unmatched}) wait to be received, no more are read"
+        arrived, detail = self._arrived, ""
+        if arrived.full:
+            kept = f"{arrived.nbytes} bytes of other messages from it"
+            detail = f"{kept} ({arrived.count}) wait to be received, no more are read"
         elif self.connection is None:
             detail = "it has not sent anything yet"
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)

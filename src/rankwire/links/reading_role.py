@@ -60,14 +60,14 @@ class ReadingRole(DeliveryMailbox):
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
-        return [] if self._mailbox.full else [connection.stream]
+        return [] if self._arrived.full else [connection.stream]
 
     def read(self) -> bool:
         """Read some of what is there, for a thread that waits for something else.
 
         Returns whether that was done.
         """
-        if self.connection is None or self._mailbox.full:
+        if self.connection is None or self._arrived.full:
             return False
         return self._read_alone(self._read_some)
 
@@ -157,12 +157,12 @@ class ReadingRole(DeliveryMailbox):
             Whether it ended before, because nothing has come for a while, or one of the streams
             ``beside`` can be read.
         """
-        connection, mailbox = self.connection, self._mailbox
+        connection, arrived = self.connection, self._arrived
         assert connection is not None
         late_reads = 0
         is_silent = False
         try:
-            while not (receive.done or self.due or mailbox.full):
+            while not (receive.done or self.due or arrived.full):
                 frames = connection.receive(deadline, beside)
                 if not frames:
                     is_silent = True
@@ -223,7 +223,7 @@ class ReadingRole(DeliveryMailbox):
         self.was_interrupted = False
         self._deliver(connection.undelivered)
         for _ in itertools.repeat(None) if most is None else range(most):
-            frames = None if self._mailbox.full else connection.receive_ready()
+            frames = None if self._arrived.full else connection.receive_ready()
             if frames is None:
                 break
             self._deliver(frames)

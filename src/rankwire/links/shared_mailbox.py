@@ -106,9 +106,9 @@ class SharedMailbox:
         # Who has the reading role: a token of one visit. Not the receive, for which several threads
         # may wait.
         self._reader: object | None = None
-        self.due: deque[Receive] = deque()
-        mailbox.due = self.due
+        self.due = mailbox.due
         self.wanted_by = mailbox.wanted_by
+        self._arrived = mailbox.arrived
         self._parked = ParkedThreads()
         self._asleep = self._parked.asleep
         self.was_interrupted = False
@@ -182,12 +182,12 @@ class SharedMailbox:
 
     def has_arrived(self, envelope: Envelope) -> bool:
         """Whether a message of this envelope was read and not taken."""
-        return envelope in self._mailbox.arrived
+        return envelope in self._arrived
 
     def unreceived(self) -> dict[Envelope, int]:
         """Return how many messages of each envelope were read and not taken."""
         with self._mutex:
-            return {key: len(messages) for key, messages in self._mailbox.arrived.items()}
+            return {key: len(messages) for key, messages in self._arrived.items()}
 
     def tags_wanted(self) -> list[int]:
         """Return the tags of the receives that wait."""
@@ -238,7 +238,7 @@ class SharedMailbox:
     def refuse(self, envelope: Envelope) -> None:
         """Drop the messages of a family of tags, now and later: nobody will ask for them."""
         with self._mutex:
-            self._mailbox.refuse(envelope)
+            self._arrived.refuse(envelope)
             self._wake_next()  # there is room again
 
     def close_in_child(self) -> None:

@@ -12,7 +12,7 @@ never lost or duplicated. Counts and lists may be wrong after an interrupt, unti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import starmap
 from operator import attrgetter
 
@@ -30,70 +30,102 @@ _MOST_UNMATCHED = 1 << 20
 payload_of = attrgetter("payload")
 
 
+class ArrivedMessages(dict[Envelope, deque[Payload]]):
+    """The messages that wait for a receive, by envelope.
+
+    Args:
+        keep: Whether messages are kept (messages) or dropped (replies to cancelled calls).
+        limit: Kept bytes at which ``full`` becomes true; a million messages do so too.
+
+    Attributes:
+        count: Number of kept messages.
+        nbytes: Their bytes.
+        full: Whether so much is kept that nothing more should be read.
+        dropped: Number of dropped messages.
+    """
+
+    __slots__ = ("_keep", "_limit", "_refused", "count", "dropped", "full", "nbytes")
+
+    def __init__(self, *, keep: bool, limit: int) -> None:
+        self._keep = keep
+        self._limit = limit
+        self._refused: deque[Envelope] | None = None  # made with the first
+        self.count = self.nbytes = self.dropped = 0
+        self.full = False
+
+    def add(
+        self, key: Envelope, payload: Payload, source: Iterable[Payload], *, first: bool = False
+    ) -> None:
+        """Keep a message that no receive waits for, as the first or last of its key, or drop it."""
+        if not self._keep or (self._refused and _family(key) in self._refused):
+            deque(source, 0)
+            self.dropped += 1
+        else:
+            queue = self.setdefault(key, deque())
+            (queue.extendleft if first else queue.extend)(source)
+            self.change_by(1, len(payload))
+
+    def change_by(self, messages: int, nbytes: int) -> None:
+        """Count messages that were added or taken."""
+        self.count += messages
+        self.nbytes += nbytes
+        self.full = self.nbytes >= self._limit or self.count >= _MOST_UNMATCHED
+
+    def refuse(self, envelope: Envelope) -> None:
+        """Drop the arrived and all later messages of a tag's family; of the last 256 families."""
+        family = _family(envelope)
+        if self._refused is None:
+            self._refused = deque(maxlen=_MOST_REFUSED)
+        self._refused.append(family)
+        self.dropped += self.discard(lambda key: _family(key) == family)
+
+    def discard(self, is_unwanted: Callable[[Envelope], bool]) -> int:
+        """Drop the messages of some envelopes; return their number."""
+        before = self.count
+        for key in list(filter(is_unwanted, self)):
+            messages = self.pop(key)
+            self.change_by(-len(messages), -sum(map(len, messages)))
+        return before - self.count
+
+    def tidy(self) -> None:
+        """Repair the counts and lists after an interrupt."""
+        for key in [key for key, queue in self.items() if not queue]:
+            del self[key]
+        self.count = self.nbytes = 0
+        self.change_by(sum(map(len, self.values())), sum(sum(map(len, q)) for q in self.values()))
+
+
 class Mailbox:
     """The messages of one peer that were not received yet, and the receives that wait for others.
 
     Args:
-        keep_unmatched: Whether a message without a receive is kept (messages) or counted and
-            dropped (replies to cancelled calls).
-        unmatched_limit: Kept bytes at which ``full`` becomes true; a million messages do so too.
+        keep_unmatched: Whether a message without a receive is kept.
+        unmatched_limit: Kept bytes at which ``arrived.full`` becomes true.
 
     Attributes:
         misfits: Receives that failed because of a message of another size, for the owner to wake.
-        due: Receives that are done, for the owner to call ``on_done``; None if it does not ask.
-        arrived: The messages that are kept for later, by envelope.
-        unmatched: Their number.
-        unmatched_nbytes: Their bytes.
+        due: Receives that are done, for the owner to call ``on_done``.
         wanted_by: The receives that are posted and not done, by envelope. For request ids, which
             are used once each, its length is the number of calls in flight.
-        full: Whether so much is kept that nothing more should be read.
         placing: The receive into whose memory a message is being received. It gets that message and
             no other, and stays here until it has it or its memory is no longer in use.
     """
 
-    __slots__ = (
-        "_abandoned",
-        "_keep_unmatched",
-        "_refused",
-        "_unmatched_limit",
-        "arrived",
-        "dropped",
-        "due",
-        "failure",
-        "full",
-        "misfits",
-        "placing",
-        "unmatched",
-        "unmatched_nbytes",
-        "wanted_by",
-    )
+    __slots__ = ("_abandoned", "arrived", "due", "failure", "misfits", "placing", "wanted_by")
 
     def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
-        self._keep_unmatched = keep_unmatched
-        self._unmatched_limit = unmatched_limit
-        self.arrived: dict[Envelope, deque[Payload]] = {}
+        self.arrived = ArrivedMessages(keep=keep_unmatched, limit=unmatched_limit)
         self.wanted_by: dict[Envelope, deque[Receive]] = {}
-        self._refused: deque[Envelope] | None = None  # made with the first
         self._abandoned: dict[int, RankwireError] = {}  # groups whose receives have ended
         self.failure: RankwireError | None = None
-        self.dropped = 0
         self.misfits: list[Receive] = []
-        self.due: deque[Receive] | None = None
+        self.due: deque[Receive] = deque()
         self.placing: Receive | None = None
-        self.unmatched = 0
-        self.unmatched_nbytes = 0
-        self.full = False
 
     @property
     def wanted(self) -> int:
         """How many receives are posted and not done."""
         return sum(map(len, self.wanted_by.values())) + (self.placing is not None)
-
-    def _count(self, messages: int, nbytes: int) -> None:
-        self.unmatched += messages
-        self.unmatched_nbytes += nbytes
-        is_full = self.unmatched_nbytes >= self._unmatched_limit
-        self.full = is_full or self.unmatched >= _MOST_UNMATCHED
 
     def taker_of(self, key: Envelope, nbytes: int) -> Receive | None:
         """Return the receive that would get a message of this key and size."""
@@ -115,7 +147,7 @@ class Mailbox:
             receive.complete(starmap(arrived.popleft, ONCE))
             if not arrived:
                 del self.arrived[receive.envelope]
-            self._count(-1, -nbytes)
+            self.arrived.change_by(-1, -nbytes)
         elif self.failure is not None:
             receive.fail(self.failure)
         elif receive.envelope[0] in self._abandoned:  # its group was closed meanwhile
@@ -220,24 +252,15 @@ class Mailbox:
                 # As ``_deliver_in_turn`` does, without a call: so are almost all messages.
                 receive._cell.extend(source)
                 receive.done = True
-                if receive.on_done is not None and self.due is not None:
+                if receive.on_done is not None:
                     self.due.append(receive)
                 del self.wanted_by[key]
                 return receive
             receive = self._deliver_in_turn(key, wanted, len(payload), source)
             if receive is not None:
                 return receive
-        self._keep(key, payload, source)
+        self.arrived.add(key, payload, source)
         return None
-
-    def _keep(self, key: Envelope, payload: Payload, source: Iterable[Payload]) -> None:
-        """Keep a message that no receive waits for, or drop it."""
-        if not self._keep_unmatched or (self._refused and _family(key) in self._refused):
-            deque(source, 0)
-            self.dropped += 1
-        else:
-            self.arrived.setdefault(key, deque()).extend(source)
-            self._count(1, len(payload))
 
     def _deliver_in_turn(
         self, key: Envelope, wanted: deque[Receive], nbytes: int, source: Iterable[Payload]
@@ -260,17 +283,6 @@ class Mailbox:
                 del self.wanted_by[key]
         return taker
 
-    def refuse(self, envelope: Envelope) -> None:
-        """Drop the arrived and all later messages of a tag's family; of the last 256 families."""
-        family = _family(envelope)
-        if self._refused is None:
-            self._refused = deque(maxlen=_MOST_REFUSED)
-        self._refused.append(family)
-        for key in [key for key in self.arrived if _family(key) == family]:
-            dropped = self.arrived.pop(key)
-            self.dropped += len(dropped)
-            self._forget(dropped)
-
     def put_back(self, receive: Receive) -> Receive | None:
         """Take a delivered message back; return the waiting receive that gets it instead, if any.
 
@@ -279,10 +291,9 @@ class Mailbox:
         payload = receive.payload
         assert payload is not None
         source = starmap(receive._cell.pop, ONCE)
-        if not self._keep_unmatched or receive.envelope in self.wanted_by:
+        if receive.envelope in self.wanted_by:
             return self.deliver(receive.envelope, payload, source)
-        self.arrived.setdefault(receive.envelope, deque()).extendleft(source)
-        self._count(1, len(payload))
+        self.arrived.add(receive.envelope, payload, source, first=True)
         return None
 
     def tidy(self) -> None:
@@ -293,13 +304,7 @@ class Mailbox:
             self.placing.done = True
             self._note_due([self.placing])
             self.placing = None
-        for key, arrived in list(self.arrived.items()):
-            if not arrived:
-                del self.arrived[key]
-        self.unmatched = self.unmatched_nbytes = 0
-        for queue in self.arrived.values():
-            self._count(len(queue), sum(map(len, queue)))
-        self._count(0, 0)
+        self.arrived.tidy()
         if self.failure is not None:
             self.fail(self.failure)
 
@@ -317,40 +322,37 @@ class Mailbox:
         """End every receive, now and later, with ``error``; arrived messages can still be taken."""
         if self.failure is None:
             self.failure = error.kept()
-        ended = [receive for wanted in self.wanted_by.values() for receive in wanted]
-        if self.placing is not None:
-            ended.append(self.placing)
-        for receive in ended:
-            receive.fail(self.failure)
-        self._note_due(ended)
-        self.wanted_by.clear()
-        return ended
+        return self._end(self.failure, list(self.wanted_by), self.placing)
 
     def fail_group(self, group: int, error: RankwireError) -> list[Receive]:
         """End the receives of one group, now and later, and drop its arrived messages."""
         self._abandoned[group] = error
         if len(self._abandoned) > _MOST_REFUSED:
             del self._abandoned[next(iter(self._abandoned))]
-        ended = [r for key, wanted in self.wanted_by.items() if key[0] == group for r in wanted]
-        if self.placing is not None and self.placing.envelope[0] == group:
-            ended.append(self.placing)
+        placing = self.placing
+        if placing is not None and placing.envelope[0] != group:
+            placing = None
+        ended = self._end(error, [key for key in self.wanted_by if key[0] == group], placing)
+        self.arrived.discard(lambda key: key[0] == group)
+        return ended
+
+    def _end(
+        self, error: RankwireError, keys: list[Envelope], placing: Receive | None
+    ) -> list[Receive]:
+        ended = [receive for key in keys for receive in self.wanted_by[key]]
+        if placing is not None:
+            ended.append(placing)
         for receive in ended:
             receive.fail(error)
         self._note_due(ended)
-        for key in [key for key in self.wanted_by if key[0] == group]:
+        for key in keys:
             del self.wanted_by[key]
-        for key in [key for key in self.arrived if key[0] == group]:
-            self._forget(self.arrived.pop(key))
         return ended
 
-    def _forget(self, messages: deque[Payload]) -> None:
-        self._count(-len(messages), -sum(map(len, messages)))
-
     def _note_due(self, ended: list[Receive]) -> None:
-        if self.due is not None:
-            for receive in ended:
-                if receive.on_done is not None and receive not in self.due:
-                    self.due.append(receive)
+        for receive in ended:
+            if receive.on_done is not None and receive not in self.due:
+                self.due.append(receive)
 
 
 def _family(envelope: Envelope) -> Envelope:
