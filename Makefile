@@ -18,7 +18,7 @@ TORCH_TESTS := tests/codec/test_tensors.py tests/codec/test_tensors.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
 	tests/rendezvous/test_schedulers.py tests/torch_programs
 
-.PHONY: help demo test test-all test-second-stage test-loaded check bench test-torch test-torch-suites docs what-we-hold nightly format clean
+.PHONY: help demo test test-all test-loaded check bench test-torch test-torch-suites docs what-we-hold nightly format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,18 +46,15 @@ demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of th
 	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
 
 test: $(VENV)/ready  ## run the tests but the slow ones (under 4 minutes on 2 cores, with set-up)
-	TESTS_QUICK=1 $(SUITE) -m 'not slow and not second_stage'
+	TESTS_QUICK=1 $(SUITE) -m 'not slow'
 
 test-all: $(VENV)/ready  ## run all tests, as CI does
-	$(RETRY) $(SUITE) -m 'not second_stage'
-
-test-second-stage: $(VENV)/ready  ## run the tests that need a cluster, a daemon or a browser
-	$(RETRY) $(SUITE) -m second_stage || [ $$? = 5 ]  # 5: there are none
+	$(RETRY) $(SUITE)
 
 test-loaded: $(VENV)/ready  ## run what `make test` runs beside two busy loops: it must pass there too
 	@busy() { exec $(VENV)/bin/python -c 'while True: pass'; }; \
 	busy & one=$$!; busy & two=$$!; trap "kill $$one $$two" EXIT; \
-	TESTS_QUICK=1 $(SUITE) -m 'not slow and not second_stage'
+	TESTS_QUICK=1 $(SUITE) -m 'not slow'
 
 check: $(VENV)/can-check  ## lint and type-check
 	$(VENV)/bin/ruff check .

@@ -101,8 +101,6 @@ IO_NAMES = {
     ("runtime", "poll"), ("runtime", "epoll"), ("runtime", "DefaultSelector"),
     ("runtime", "PollSelector"), ("runtime", "eventfd"),
 }  # fmt: skip
-# Folders whose modules do not go through the door yet; to be emptied.
-NOT_BEHIND_THE_DOOR = {"codec"}
 # Who may use these, and why a simulation can run them: none of them waits for the system there.
 USES_ASYNCIO = {
     "runtime": "makes the loops: a simulation makes others",
@@ -252,7 +250,7 @@ def dotted_names(path):
 def test_there_is_one_door_to_the_machine():
     door = SOURCE / "runtime.py"
     for path in modules():
-        if path in (door, WITHOUT_THE_PACKAGE) or layer_of(path) in NOT_BEHIND_THE_DOOR:
+        if path in (door, WITHOUT_THE_PACKAGE):
             continue
         for module, _ in imports(path):
             assert module.split(".")[0] not in BEHIND_THE_DOOR, f"{path} imports {module}"

@@ -1,7 +1,7 @@
 """Faults at an exact place inside a rank: after so many bytes of a frame it is killed or stopped.
 
 Nothing of this is in the package. A rank process of the tests calls ``install``, which puts the
-point around the socket of a connection, where bytes leave. An argument, or the variable
+point around the stream of a connection, where bytes leave. An argument, or the variable
 ``TESTS_FAILPOINT``, says what happens where::
 
     sent:160=kill        after 160 bytes of the message connection
@@ -11,35 +11,30 @@ point around the socket of a connection, where bytes leave. An argument, or the 
 
 import os
 import signal
-import socket
 from typing import Any
 
 VARIABLE = "TESTS_FAILPOINT"
 
 
-class FailingSocket:
-    """A socket that sends so many bytes, and then something happens.
+class FailingStream:
+    """A stream that writes so many bytes, and then something happens.
 
-    Everything else is the real socket's.
+    Everything else is the real stream's.
     """
 
-    def __init__(self, real: socket.socket, nbytes: int, action: str) -> None:
+    def __init__(self, real: Any, nbytes: int, action: str) -> None:
         self._real = real
         self._left: int | None = nbytes  # None once it has happened
         self._action = action
 
-    def send(self, data: Any, *flags: int) -> int:
-        view = memoryview(data).cast("B")
-        sent = self._real.send(view[: self._left], *flags)
+    def write(self, pieces: Any, counts: list[int]) -> None:
+        data = b"".join(bytes(piece) for piece in pieces)
+        self._real.write([data[: self._left]], counts)
         if self._left is not None:
-            self._left -= sent
+            self._left -= counts[-1]
             if self._left == 0:
                 self._left = None
                 _act(self._action)
-        return sent
-
-    def sendmsg(self, buffers: Any, *rest: Any) -> int:
-        return self.send(b"".join(bytes(buffer) for buffer in buffers))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -69,4 +64,5 @@ def install(backend: Any, peer: int, point: str = "") -> None:
     if int(nbytes) < 1:
         raise ValueError("a failpoint is after one byte or more")
     writer = backend._peers[peer].messages._writer
-    writer._stream = FailingSocket(writer._stream, int(nbytes), action)
+    writer._stream = FailingStream(writer._stream, int(nbytes), action)
+    writer._send = None  # so that all bytes go through ``write``
