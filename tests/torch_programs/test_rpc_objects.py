@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +16,17 @@ torch = pytest.importorskip("torch")
 from rpc_ranks import run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
-from rankwire.errors import InvalidMessageError, OverloadedError, PeerLostError  # noqa: E402
+from rankwire.errors import (  # noqa: E402
+    ChannelClosedError,
+    InvalidMessageError,
+    OverloadedError,
+    PeerLostError,
+)
 from rankwire.finalizers import hand_over  # noqa: E402
+from rankwire.torch.rpc import object_server  # noqa: E402
 from rankwire.torch.rpc.api import current_agent, rref_debug_info  # noqa: E402
 from rankwire.torch.rpc.handle_updates import apply_updates  # noqa: E402
+from rankwire.torch.rpc.object_server import MethodThreads  # noqa: E402
 from rankwire.torch.rpc.owned_objects import (  # noqa: E402
     MOST_EXPECTED,
     ObjectId,
@@ -304,6 +312,33 @@ def test_who_asks_for_an_object_that_is_being_made_waits_without_a_worker():
         assert made[0].result() >= 5
 
     on_first(check, size=3)
+
+
+def test_methods_that_have_not_begun_fail_when_their_threads_are_closed():
+    threads = MethodThreads(1)
+    began, go = threading.Event(), threading.Event()
+    running, waiting, late = Future(), Future(), Future()
+    threads.run(lambda: (began.set(), go.wait(20.0)), running)
+    assert began.wait(20.0)
+    threads.run(lambda: "never", waiting)
+    threads.close()
+    assert isinstance(waiting.exception(0.0), ChannelClosedError)
+    with pytest.raises(ChannelClosedError, match="shut down"):
+        threads.run(lambda: "never", late)
+    go.set()
+    assert running.result(20.0) == (None, True)
+
+
+def test_a_call_of_an_object_that_is_made_after_the_end_fails(monkeypatch):
+    monkeypatch.setattr(object_server, "sender", lambda: 1)
+    owned = OwnedObjects(0)
+    session = SimpleNamespace(owned=owned, agent=SimpleNamespace(register=lambda *_: None))
+    server = object_server.ObjectServer(session, 1)
+    thing = owned.begin(ObjectId(1, 2, 3))
+    reply = server.type_of(1, 2, 3)
+    server.close()
+    thing.resolve(Counter(), None)
+    assert isinstance(reply.exception(20.0), ChannelClosedError)
 
 
 def test_an_own_object_that_is_being_made_is_waited_for():

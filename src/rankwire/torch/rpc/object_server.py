@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
-from rankwire.errors import ConfigurationError
+from rankwire.errors import ChannelClosedError, ConfigurationError
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.guards import find_method
 from rankwire.torch.rpc.handle_updates import apply_updates
@@ -187,20 +187,13 @@ class ObjectServer:
         done: Future[Any] = Future()
         context = copy_context()  # its calls belong to the call that is served
 
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return  # the caller has cancelled it
+        def run(_: object) -> None:
             try:
-                result = context.run(do)
+                self.threads.run(partial(context.run, do), done)
             except BaseException as error:
-                done.set_exception(error)
-                return
-            if isinstance(result, Future):
-                result.add_done_callback(partial(_copy_outcome, done))
-            else:
-                done.set_result(result)
+                _fail(done, error)
 
-        self._wait_for(owned).add_done_callback(lambda _: self.threads.run(run))
+        self._wait_for(owned).add_done_callback(run)
         return done
 
 
@@ -210,23 +203,32 @@ class MethodThreads:
     def __init__(self, most: int) -> None:
         self.most = most
         self._lock = runtime.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running = 0
+        self._closed = False
 
-    def run(self, method: Callable[[], None]) -> None:
-        """Run a method on a thread, at once or when one is free."""
+    def run(self, method: Callable[[], Any], done: Future[Any]) -> None:
+        """Run a method on a thread, at once or when one is free, and give its result to ``done``.
+
+        Raises ``ChannelClosedError`` after ``close``.
+        """
         with self._lock:
-            self._waiting.append(method)
+            if self._closed:
+                raise _closed_error()
+            self._waiting.append((method, done))
             if self._running >= self.most:
                 return
             self._running += 1
         runtime.Thread(target=self._run, name="rankwire methods", daemon=True).start()
 
     def close(self) -> None:
-        """Drop the methods that have not begun."""
+        """Fail the methods that have not begun, and those that come later."""
         with self._lock:
-            self.most = 0
+            self._closed = True
+            dropped = list(self._waiting)
             self._waiting.clear()
+        for _, done in dropped:
+            _fail(done, _closed_error())
 
     def _run(self) -> None:
         while True:
@@ -234,8 +236,31 @@ class MethodThreads:
                 if not self._waiting:
                     self._running -= 1
                     return
-                method = self._waiting.popleft()
-            method()
+                method, done = self._waiting.popleft()
+            _run_into(done, method)
+
+
+def _closed_error() -> ChannelClosedError:
+    return ChannelClosedError("RPC was shut down before the object's method ran")
+
+
+def _fail(done: Future[Any], error: BaseException) -> None:
+    if done.set_running_or_notify_cancel():
+        done.set_exception(error)
+
+
+def _run_into(done: Future[Any], method: Callable[[], Any]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return  # the caller has cancelled it
+    try:
+        result = method()
+    except BaseException as error:
+        done.set_exception(error)
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(partial(_copy_outcome, done))
+    else:
+        done.set_result(result)
 
 
 def _copy_outcome(target: Future[Any], source: Future[Any]) -> None:
