@@ -151,12 +151,9 @@ def test_the_error_of_an_unknown_name_lists_the_known_ones_if_they_fit():
 # -- how it gets there -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("left", "least", "most"), [(0.2, 0.5, 1.0), (30.0, 20.0, 30.0), (None, 0.5, 1.0)]
-)
+@pytest.mark.parametrize(("left", "least", "most"), [(0.2, 0.5, 1.0), (30.0, 20.0, 30.0)])
 def test_a_reply_has_the_time_of_its_call_and_a_second_at_least(desk, left, least, most):
-    deadline = None if left is None else Deadline(left)
-    desk.replies.send(call_of(1), desk.replies.value(7), deadline, hold=True)
+    desk.replies.send(call_of(1), desk.replies.value(7), Deadline(left), hold=True)
     ((_, message, hold),) = desk.port.sent
     assert (desk.decode(message), hold) == (7, True)
     assert least < desk.port.limits[0] <= most
@@ -192,6 +189,7 @@ def test_what_a_caller_does_not_take_now_is_sent_later_and_in_order(desk):
     desk.replies.send_at_once(call_of(5), desk.replies.value(5))  # not before the others
     desk.errands.pop()()
     assert desk.sent() == [0, 1, 2, 3, 4, 5]
+    assert all(0.5 < limit <= 1.0 for limit in desk.port.limits[-6:])
     desk.replies.send_at_once(call_of(6), desk.replies.value(6))
     assert desk.sent()[-1] == 6
     assert not desk.errands

@@ -216,7 +216,7 @@ class Pool:
         except IndexError:  # a new poller may have just taken it
             return False
 
-    def is_poller(self, worker: Worker) -> bool:
+    def is_poller(self, worker: Worker | None) -> bool:
         """Whether this worker has the polling role."""
         return self._poller is worker
 

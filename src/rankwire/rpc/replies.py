@@ -159,18 +159,19 @@ class Replies:
     # -- sending -----------------------------------------------------------------------------------
 
     def send(
-        self, call: IncomingCall, message: Message, deadline: Deadline | None, hold: bool = False
+        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
         """Send a reply; this may wait for the caller.
 
-        The ``deadline`` of a reply that was kept is None. With ``hold``, it may be sent together
-        with replies that follow at once.
+        With ``hold``, it may be sent together with replies that follow at once.
         """
-        if deadline is None or (left := deadline.remaining()) < _PATIENCE:
-            if deadline is not None and left <= 0.0:  # so has the caller's
-                self.discard(message)
-                self.send_at_once(call, self.late("it ended after its limit", began=True))
-                return
+        left = deadline.remaining()
+        if left <= 0.0 or not call.is_wanted:
+            self.discard(message)
+            late = self.late("it ended after its limit", began=True)
+            self.send_at_once(call, late if call.is_wanted else self.unwanted())
+            return
+        if left < _PATIENCE:
             deadline = Deadline(_PATIENCE, self._clock)
         try:
             self._port.reply(call, message, deadline, hold)
@@ -232,7 +233,10 @@ class Replies:
                     return
                 call, message = self._kept[origin].popleft()
                 self._kept_nbytes[call.src] -= message[1] + _OVERHEAD_NBYTES
-            self.send(call, message, None)
+            try:
+                self._port.reply(call, message, Deadline(_PATIENCE, self._clock))
+            except RankwireError as error:
+                self._not_sent(call, message, error)
 
 
 class DeferredReply:

@@ -107,8 +107,18 @@ class ServedCall(Call):
             serving.reset(token)
             # Other threads may still hold the context of this call.
             self.worker = None
-        if message is not None:
-            self._reply(message, worker)
+        if message is None:
+            return
+        server = self._server
+        # The poller sends the replies of several short calls together: it holds them back while
+        # more calls are at hand, and sends them when it polls, or here if it has lost the role.
+        hold = worker is not None and bool(server.pool.arrived) and server.pool.has_more(worker)
+        try:
+            server.replies.send(self.incoming, message, self.deadline, hold)
+            if hold and not server.pool.is_poller(worker):
+                server.flush()
+        finally:
+            server.active.pop((self.src, self.incoming.request_id), None)
 
     def _run_otherwise(self, request: Request | None) -> None:
         replies = self._server.replies
@@ -163,7 +173,13 @@ class ServedCall(Call):
         if message[1] <= _SMALL_REPLY:
             self._answer_at_once(message)
         else:
-            self._server.run_soon(partial(self._reply, message))
+            self._server.run_soon(partial(self._send, message))
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._server.replies.send(self.incoming, message, self.deadline)
+        finally:
+            self._server.active.pop((self.src, self.incoming.request_id), None)
 
     def _answer_at_once(self, message: Message) -> None:
         self._server.replies.send_at_once(self.incoming, message)
@@ -243,25 +259,3 @@ class ServedCall(Call):
         if self.deferred is not None:
             self.deferred.give_up()
         self.give_up_nested()
-
-    def _reply(self, message: Message, worker: Worker | None = None) -> None:
-        """Send the reply, and end the call.
-
-        The poller sends the replies of several short calls together: it holds them back while more
-        calls are at hand, and sends them when it polls, or here if it has lost the polling role.
-        """
-        server, incoming = self._server, self.incoming
-        try:
-            if not incoming.is_wanted:
-                server.replies.discard(message)
-                server.replies.send_at_once(incoming, server.replies.unwanted())
-            elif worker is None or not server.pool.arrived or not server.pool.has_more(worker):
-                server.replies.send(incoming, message, self.deadline)
-            else:
-                server.replies.send(incoming, message, self.deadline, hold=True)
-                if not server.pool.is_poller(worker):
-                    server.flush()
-        finally:
-            if self._holds_space:
-                self.release_space()
-            server.active.pop((self.src, incoming.request_id), None)
