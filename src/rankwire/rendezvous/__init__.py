@@ -1,5 +1,5 @@
-"""How a world forms: launchers' variables, secrets, the coordinator, a rank's connection to it.
+"""Form a world: launchers' variables, secrets, the coordinator and the control connections.
 
-It may import ``links``, ``transports``, ``wire`` and the top-level modules. It must not know
-meshes, backends or calls. No data of the program passes through its connections.
+May import ``links``, ``transports``, ``wire`` and the top-level modules; must not know meshes,
+backends or calls.
 """

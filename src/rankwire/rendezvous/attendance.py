@@ -1,8 +1,8 @@
-"""Keep which ranks use an agent of each name, and which agents wait for the others to leave. Pure.
+"""Track the agents of each name, and which of them wait for the others to leave. Pure.
 
-An agent that leaves serves until no other agent of its name is in use: each has left too, only
-serves, or its rank is gone. It does not wait for agents that its own thread uses, so that ``with
-RpcAgent(a), RpcAgent(b):`` can leave them one after the other.
+An agent that leaves keeps serving until each other agent of its name has left, only serves, or is
+on a lost rank. It does not wait for agents of its own thread, so ``with RpcAgent(a), RpcAgent(b):``
+can leave them one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from rankwire.errors import ProtocolError
 from rankwire.wire.control_messages import AgentSays, AgentState
 
-MAX_AGENTS = 4096  # of one rank; each has threads and a descriptor, so no program has so many
+MAX_AGENTS = 4096  # of one rank; each has threads and a descriptor
 
 Answers = list[tuple[int, int]]  # ranks, and the numbers of the messages to answer
 
@@ -47,7 +47,6 @@ class Attendance:
         return answers
 
     def _settle(self, service: int, rank: int) -> Answers:
-        """Remove and return the agents that wait for no other."""
         due = self._services[service].due()
         for out in {rank, *(out for out, _ in due)}:
             if not self._services[service].has(out):
@@ -60,7 +59,7 @@ class Attendance:
 
 
 class _Service:
-    """Keeps the agents of one name: by rank, the thread that uses its agent."""
+    """The agents of one name: for each rank, the thread that uses its agent."""
 
     def __init__(self) -> None:
         self._in_use: dict[int, int] = {}

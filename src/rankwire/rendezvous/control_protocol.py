@@ -1,9 +1,8 @@
 """Send control messages, and check which of them a rank may send to the coordinator.
 
-The handshake binds a control connection to its rank. A rank may report only about itself; if it
-sends anything else, the coordinator gives it up and tells the others why. One exception: a rank may
-report that the coordinator was silent for too long, which counts only if the coordinator's own
-clock confirms it. Ranks trust the coordinator: they could not check what it says.
+A rank may report only about itself. If it sends anything else, the coordinator gives it up and
+notifies the others. One exception: a rank may report that the coordinator was silent, which counts
+only if the coordinator's own clock confirms it. Ranks trust the coordinator.
 """
 
 from __future__ import annotations
@@ -38,16 +37,13 @@ from rankwire.wire.notices import Notice
 
 
 class Standing(NamedTuple):
-    """Describes the sender of a control message.
+    """The sender of a control message.
 
     Attributes:
         rank: The rank that the handshake has authenticated.
-        has_joined: Whether it has already sent ``Join``.
         is_formed: Whether it is a member of a formed world; a rank that rejoins is not yet.
         coordinator: The coordinator's rank, or -1.
-        was_absent: Whether the coordinator was recently stopped for so long that ranks may have
-            given it up.
-        has_fallen: Whether it has already sent ``Fallen``.
+        was_absent: Whether ranks may have given up the coordinator, which was stopped recently.
         was_asked: Whether it has not yet answered an ``Ask``.
     """
 
@@ -106,7 +102,7 @@ def _notice(message: Notice, by: Standing) -> str:
     if message.members and by.rank not in message.members:
         return "what happens in a group that it is not in"
     if len(set(message.members)) != len(message.members):
-        return "that a rank is in a group twice"  # it would be told twice
+        return "that a rank is in a group twice"  # it would be notified twice
     return "who is missing" if message.state == "missing" else ""
 
 
@@ -138,10 +134,10 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
 
 
 def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE) -> None:
-    """Send a control message, by default without waiting.
+    """Send a control message, by default without waiting; if that fails, fail the connection.
 
-    If it cannot be sent in time, the connection fails. Beats and notices are dropped instead:
-    another beat follows, and a rank asks again before its deadline.
+    Beats and notices that are not sent in time are dropped instead: another beat follows, and a
+    rank asks again before its deadline.
     """
     payload = pack(message)
     try:

@@ -2,15 +2,11 @@
 
 The coordinator runs in rank 0 or in the launcher. Its states, each left only downwards::
 
-    FORMING   ranks join in any order; one that disconnects frees its place      -> FORMED, FAILED
-    FORMED    every rank has the list; a control connection that ends is a loss;
-              a restarted rank may rejoin                                        -> CLOSED
-    FAILED    the deadline passed; the ranks present were told who is missing    -> CLOSED
+    FORMING   ranks join in any order (``Roster``)                               -> FORMED, FAILED
+    FORMED    a control connection that ends is a loss, and a restarted rank
+              may rejoin (``WorldWatch``)                                        -> CLOSED
+    FAILED    the deadline passed; the ranks present know which are missing      -> CLOSED
     CLOSED
-
-``WorldWatch`` has what belongs to FORMED, ``Roster`` what belongs to FORMING. If members have given
-up the coordinator, which was stopped, it gives in: it tells all ranks that it is the one that is
-lost.
 
 All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. A lock guards the state
 for ``wait_formed``.
@@ -86,15 +82,12 @@ class Coordinator:
 
     Args:
         me: The entry of rank 0; None in a launcher.
-        world_size: How many ranks to wait for.
-        acceptor: Reads the control connections.
         key_of: Returns the key with which a rank joins.
         incarnation_of: Returns how many times a rank was restarted alone.
         patience: How long a rank may be silent; ranks that join may ask for less.
-        told: The callbacks.
 
     Attributes:
-        watch: The connections of the ranks, and what is known of them once they are a world.
+        watch: The ranks' connections, and their state once they are a world.
     """
 
     def __init__(
@@ -162,7 +155,7 @@ class Coordinator:
         """Wait until every rank has joined.
 
         Raises:
-            RendezvousError: Ranks are missing; the others were told.
+            RendezvousError: Ranks are missing; the others are notified.
         """
         self._roster.deadline = deadline
         while True:
@@ -184,7 +177,7 @@ class Coordinator:
             _log.warning("waiting for %s (%.0f s)", name_ranks(missing), deadline.waited)
 
     def expect_never(self, rank: int, reason: str) -> None:
-        """Record that a rank will never join, and tell the ranks that wait, now and later."""
+        """Record that a rank will never join, and notify the ranks that wait, now and later."""
         self._roster.absent[rank] = reason
         self._tell_hopeless()
 
@@ -235,7 +228,6 @@ class Coordinator:
         )
 
     def _answered(self, connection: Connection, join: Join, trouble: str) -> None:
-        """Join a rank that others can connect to; refuse any other."""
         rank = join.member.rank
         if not trouble:
             self._join(join.member, join.patience)
@@ -278,16 +270,16 @@ class Coordinator:
         world = FormedWorld(members, self._patience, coordinator, self._key_of)
         is_launcher = self._me is None
         self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
-        self.watch.begin(world, self._patience)  # all are told before this rank goes on
+        self.watch.begin(world, self._patience)  # send it to all ranks before this one goes on
         self._state = _State.FORMED
         self._changed.notify_all()
 
     # -- once formed -------------------------------------------------------------------------------
 
     def _give_in(self, gone: Gone) -> None:
-        """Tell all ranks that this process is lost, as a member has reported.
+        """Notify all ranks that this process is lost, as a member has reported.
 
-        Without this, the others would take the members that gave it up for lost.
+        Otherwise the others would take the members that gave it up for lost.
         """
         self._state = _State.CLOSED
         self.watch.report(gone)
@@ -306,7 +298,7 @@ class Coordinator:
         self._tell_hopeless()
 
     def expect_again(self, rank: int) -> None:
-        """Allow a rank to rejoin the formed world, whose old process has ended."""
+        """Allow a rank whose old process has ended to rejoin the formed world."""
         if (connection := self.watch.controls.get(rank)) is not None:  # its child may hold it open
             self._acceptor.unwatch(connection)
             self._ended(rank, PeerLostError(rank, "its process has ended"))
@@ -332,8 +324,7 @@ class Coordinator:
     def close(self, fallen: Fallen | None = None) -> None:
         """Disconnect from all ranks, after the acceptor has stopped.
 
-        Args:
-            fallen: The failure of rank 0, if it does not leave in an orderly way.
+        ``fallen`` is the failure of rank 0, if it does not leave in an orderly way.
         """
         if self._state is _State.FORMED:
             self._pass_on_last_words()
@@ -347,7 +338,7 @@ class Coordinator:
         self.watch.controls.clear()
 
     def _pass_on_last_words(self) -> None:
-        """Tell the others which ranks left or failed at the same moment."""
+        """Notify the others of ranks that left or failed at the same moment."""
         for rank, connection in list(self.watch.controls.items()):
             try:
                 while self.watch.controls.get(rank) is connection:

@@ -1,8 +1,8 @@
 """Host a coordinator in a launcher, so that rank 0 is a rank like any other.
 
-The host admits the ranks of one job and coordinates one world after the other: the next may form
-once all ranks are gone or are to be restarted (``expect``). A rank that was restarted alone rejoins
-its world (``expect_again``). It also admits the launchers of other hosts. It owns an acceptor.
+The host coordinates the worlds of one job one after the other: the next may form once all ranks are
+gone or are to be restarted (``expect``). A rank that was restarted alone rejoins its world
+(``expect_again``). The host also admits the launchers of other hosts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class CoordinatorHost:
 
     Args:
         listener: A bound TCP socket, which the host closes.
-        world_size: The number of ranks in a world.
         secret: The secret from which the rank keys are derived.
-        job: The name of the job.
-        clock: The clock for all waits.
-        policy: How connections are protected.
         told: The callbacks; they run on the acceptor's thread.
         are_restarted: Whether lost ranks are restarted: then a world is kept for them, even if no
             rank is left in it.
@@ -162,12 +158,7 @@ class CoordinatorHost:
             self._coordinator.enter(hello.rank, sock, seals)
 
     def expect(self, *, world_size: int | None = None, job: str | None = None) -> None:
-        """Let the ranks of the next world join. Safe from any thread.
-
-        Args:
-            world_size: The new number of ranks, if it has changed.
-            job: The new name of the job, if it has changed.
-        """
+        """Let the ranks of the next world join, maybe of a new size. Safe from any thread."""
 
         def begin() -> None:
             self._world_size = self._world_size if world_size is None else world_size
@@ -180,10 +171,7 @@ class CoordinatorHost:
         self._acceptor.call_soon(begin)
 
     def expect_again(self, rank: int, incarnation: int) -> None:
-        """Let a restarted rank rejoin, only with the key of this incarnation.
-
-        Safe from any thread.
-        """
+        """Let a restarted rank rejoin with the key of this incarnation. Safe from any thread."""
 
         def note() -> None:
             self._incarnations[rank] = incarnation

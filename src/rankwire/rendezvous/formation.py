@@ -33,7 +33,7 @@ _LOOK_EVERY = 0.5  # seconds between two checks for connections that may be cut
 
 
 class Owner(Audience, Protocol):
-    """The backend for which a world forms. Its methods are called on the acceptor's thread."""
+    """The backend of a forming world. The acceptor's thread calls its methods."""
 
     rank: int
     world_size: int
@@ -48,7 +48,7 @@ class Owner(Audience, Protocol):
         """Take the list of the ranks, before any of them can dial."""
 
     def look_for_silence(self) -> None:
-        """Check the connections that may be cut; called twice a second."""
+        """Check for silent connections; called twice a second."""
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Return whether an authenticated rank may connect, or why not."""
@@ -62,13 +62,8 @@ class Formation:
     """Forms the world, and owns the control connections of a rank.
 
     Args:
-        owner: The backend.
-        address: Where the world forms.
-        keys: The keys of this rank.
         listeners: The listeners of this rank.
         job: The name of the job; ranks of another job are refused.
-        policy: How connections are protected.
-        patience: How long ranks may be silent.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
 
     Attributes:
@@ -135,7 +130,6 @@ class Formation:
         acceptor.start()
 
     def _formed(self, world: World) -> None:
-        """Tell the owner its peers before any of them can dial."""
         self._epoch = world.epoch
         self.keys.take_all(world, self._owner.world_size)
         self._owner.on_formed(world)
@@ -167,10 +161,7 @@ class Formation:
         self._coordinator.wait_formed(deadline)
 
     def _find_key_of(self, hello: Hello) -> bytes:
-        """Return the key of the rank that a peer claims to be; a random key if there is none.
-
-        Runs on the acceptor's thread.
-        """
+        """Return the key of the rank that a peer claims to be; a random key if there is none."""
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return self.keys.of_rank(hello.rank)
         is_of_a_rank = hello.purpose in BETWEEN_RANKS
@@ -217,14 +208,9 @@ class Formation:
         self._coordinator.enter(hello.rank, sock, seals)
 
     def report(self, message: Notice | AgentSays, patience: float = 0.0) -> bool:
-        """Send the coordinator a report about a collective or an agent. Safe from any thread.
+        """Send the coordinator a report, and wait ``patience`` seconds until it is sent.
 
-        Args:
-            message: The report.
-            patience: Seconds to wait until the acceptor's thread has sent it.
-
-        Returns:
-            False if there is no coordinator, because this rank is the whole world.
+        Safe from any thread. Returns False in a world of one rank, which has no coordinator.
         """
         if self.acceptor is None:
             return False
@@ -256,8 +242,7 @@ class Formation:
     def close(self, fallen: Fallen | None = None) -> None:
         """Leave the world, stop listening and remove the files. Idempotent.
 
-        Args:
-            fallen: The failure of this rank, if it does not leave in an orderly way.
+        ``fallen`` is the failure of this rank, if it does not leave in an orderly way.
         """
         if self.acceptor is not None:
             self.acceptor.close()
@@ -265,8 +250,8 @@ class Formation:
             self._coordinator.close(fallen)
         if self._membership is not None:
             if fallen is not None and self._membership.has_ended:
-                # No rank can be told. A removed file would mean that this rank left in an orderly
-                # way, so it stays; the next world removes it.
+                # No rank can be notified. A removed file would mean an orderly exit, so it stays;
+                # the next world removes it.
                 self._listeners.leave_files()
             self._membership.leave(fallen)
         self._listeners.close()

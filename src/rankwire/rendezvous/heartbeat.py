@@ -22,13 +22,7 @@ _LATE_BEATS = 3.0
 
 
 class Silence:
-    """Measures how long ranks are silent. For one thread.
-
-    Args:
-        patience: The limits.
-        subjects: The ranks to watch.
-        now: The monotonic time, here and below.
-    """
+    """Measures how long ranks are silent. For one thread. ``now`` is the monotonic time."""
 
     def __init__(self, patience: Patience, subjects: Iterable[int], now: float) -> None:
         self._patience = patience
@@ -57,7 +51,7 @@ class Silence:
         return {rank: now - at for rank, at in list(self._heard.items()) if now - at > limit}
 
     def was_absent(self, now: float) -> bool:
-        """Return whether the judge was stopped recently, so long that ranks may have given it up.
+        """Return whether the judge was stopped so long that ranks may have given it up.
 
         Ranks count from the last beat that they received, the judge from the last that it sent, so
         half of their limit is enough.

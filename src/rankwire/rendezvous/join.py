@@ -56,8 +56,6 @@ class Attempts:
     """Records the attempts of one rank to join, and makes the error if all of them fail.
 
     Args:
-        rank: The rank that joins.
-        address: Where the coordinator listens.
         deadline: The limit for all attempts together.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
 
@@ -119,9 +117,9 @@ class Attempts:
         self.failed(error)
 
     def note_missing(self, missing: list[int]) -> None:
-        """Record the ranks that the coordinator waits for; shortly before the deadline, add none.
+        """Record the ranks that the coordinator waits for.
 
-        By then other ranks give up for the same reason as this one; they are not the cause.
+        Shortly before the deadline add none: other ranks then give up for the same reason.
         """
         if is_last_moment(self.deadline) and self.missing:
             missing = [rank for rank in missing if rank in self.missing]
@@ -152,14 +150,11 @@ class Joiner:
     """Joins one rank to the world.
 
     Args:
-        address: Where the coordinator listens.
         hello: The greeting of the rank that joins.
         find_key: Called after each connect; returns the handshake key, None if there is none yet.
         describe: Called with the local address that reached the coordinator; listens there and
             returns where.
         deadline: The limit for all attempts together.
-        patience: How long this rank lets others be silent.
-        policy: How the control connection is protected.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
     """
 
@@ -241,7 +236,6 @@ class Joiner:
         return Deadline(seconds, self.deadline.clock)
 
     def _no_secret(self) -> RankwireError:
-        """Return the error for a missing secret, which may follow: rank 0 may not run yet."""
         self._without_secret = self._without_secret or self._within(HANDSHAKE_LIMIT)
         reason = f"something listens on {self.address}, but there is no secret of its rank 0"
         if not self._without_secret.expired:

@@ -1,8 +1,8 @@
 """Connect the launchers of one job on several hosts.
 
-Each launcher tells the launcher of node 0 how many ranks it has and how they ended; node 0 tells
-all launchers when to start and stop. It listens at one port for ranks and launchers, which both
-authenticate with the job's secret. If a launcher's connection ends, the job fails.
+Each launcher reports to the launcher of node 0 how many ranks it has and how they ended; node 0
+starts and stops all. It listens at one port for ranks and launchers, which both authenticate with
+the job's secret. If a launcher's connection ends, the job fails.
 """
 
 from __future__ import annotations
@@ -59,12 +59,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """From node 0: restart one of your ranks, which has ended.
-
-    Attributes:
-        rank: The rank.
-        incarnation: How many times it was restarted, this time included.
-    """
+    """From node 0: restart one of your ranks; ``incarnation`` counts its restarts with this one."""
 
     rank: int
     incarnation: int
@@ -84,7 +79,6 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """To node 0: one of my ranks has ended.
 
     Attributes:
-        rank: The rank.
         code: Its exit code, or None.
         signal: The signal that killed it, or None.
         is_oom: Whether the kernel killed it because memory ran out.
@@ -136,11 +130,9 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """From node 0: the job is over; exit with this code and say this.
+    """From node 0: the job is over; exit with this code and print this text, if any.
 
     Attributes:
-        code: The exit code.
-        text: How the job ended, or an empty text.
         was_asked: Whether the user ended the job: then do not wait for blocked readers of output.
     """
 
@@ -158,7 +150,6 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def _harmless(message: Message) -> Message:
-    """Return a message whose texts are safe to print."""
     match message:
         case Here(host=host):
             return replace(message, host=one_line(host))
@@ -176,14 +167,7 @@ def _harmless(message: Message) -> Message:
 
 
 class LauncherLink:
-    """Connects two launchers; a selector can watch it. For one thread.
-
-    Args:
-        stream: The authenticated stream, which the link closes.
-        node: The node at the other end.
-        clock: The clock for all waits.
-        seals: Protects the frames; None if they are not protected.
-    """
+    """Connects two launchers; a selector can watch it. For one thread. It closes its stream."""
 
     def __init__(self, stream: ByteStream, node: int, clock: Clock, seals: Seals | None) -> None:
         expect_prompt_reading(stream)
@@ -248,16 +232,7 @@ def dial_launcher(
     deadline: Deadline,
     check: Callable[[], None],
 ) -> LauncherLink:
-    """Connect once to the launcher of node 0.
-
-    Args:
-        address: Where it listens.
-        secret: The job's secret.
-        node: This launcher's number.
-        nodes: The number of launchers.
-        policy: How the connection is protected; the same on both ends.
-        deadline: The limit for the answer.
-        check: Called repeatedly while waiting; an exception from it ends the wait.
+    """Connect once to the launcher of node 0, and call ``check`` repeatedly while waiting.
 
     Raises:
         NoConnectionError: No launcher listens there yet.

@@ -1,7 +1,7 @@
 """Keep a member's control connection once the world has formed.
 
-It sends heartbeats, receives from the coordinator which ranks are silent or gone, and watches the
-coordinator's own heartbeats. It runs on the acceptor's thread.
+It exchanges heartbeats with the coordinator, and receives which ranks are silent or gone. It runs
+on the acceptor's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAST_WORDS_PATIENCE = 0.2
 
 
 class Audience(Protocol):
-    """Handles what the coordinator tells. Called on the acceptor's thread; must not block."""
+    """Handles the coordinator's messages. Called on the acceptor's thread; must not block."""
 
     def on_gone(self, gone: Gone) -> None:
         """Handle that a rank has died or left."""

@@ -1,4 +1,4 @@
-"""What a rank brings to a world: its listeners, its entry among the members, and its keys."""
+"""Own what a rank brings to a world: its listeners, its entry among the members, and its keys."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ from rankwire.wire.keys import HiddenKey, RankKey, rank_key, unwrap, unwrap_one
 
 
 class OwnListeners:
-    """Listens for a rank, until an acceptor does, and owns the files that it makes.
+    """Listens for a rank until an acceptor does, and owns the files that it makes.
 
     Args:
-        rank: The rank.
-        place: Where to listen.
         advertise: The host by which others reach this rank, if not the host of ``place``.
         share_files: Whether this rank listens at a Unix socket too.
         listener: A bound TCP socket of rank 0, if the user has given one.
@@ -129,7 +127,6 @@ class OwnKeys:
     """The keys of a rank.
 
     Args:
-        rank: The rank.
         secret: The secret that the user gave; None if rank 0 writes one to a file.
 
     Attributes:

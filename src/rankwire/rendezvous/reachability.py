@@ -1,8 +1,8 @@
 """Check that joining ranks can be reached, and find the address of rank 0.
 
-A rank advertises the address that reached the coordinator. Behind address translation or a firewall
-that address may not work, so the coordinator opens a connection to it and closes it again. Nothing
-is authenticated here; the handshake of every later connection does that.
+Behind address translation or a firewall the address that a rank advertises may not work, so the
+coordinator opens a connection to it and closes it again. Nothing is authenticated here; the
+handshake of every later connection does that.
 """
 
 from __future__ import annotations
@@ -29,14 +29,10 @@ _PAUSE = 0.1  # seconds between two rounds over all addresses
 
 
 class Reachability:
-    """Tries to connect to each rank that joins, one try at a time for each rank.
+    """Tries to connect to each rank that joins, each on a thread of its own.
 
-    Its methods run on the acceptor's thread, each try on a thread of its own.
-
-    Args:
-        acceptor: Runs ``on_answer`` on its thread.
-        on_answer: Called with the connection and the join request of a rank that is still
-            connected, and why it cannot be reached: an empty text if it can.
+    Its methods run on the acceptor's thread, which calls ``on_answer`` with the connection and the
+    join request of a rank that is still connected, and why it cannot be reached, or an empty text.
     """
 
     def __init__(
@@ -139,13 +135,10 @@ def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
 
 
 def allow_files(more: int) -> int:
-    """Raise the soft limit of open files if necessary, so that ``more`` can be opened.
+    """Raise the soft limit of open files so that ``more`` can be opened; return how many lack.
 
     Most systems have a soft limit of 1024, for programs that use ``select``, and a much higher hard
     limit. Child processes inherit the new one.
-
-    Returns:
-        How many files the limit is still too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_now() + more

@@ -23,16 +23,16 @@ from rankwire.wire.notices import Notice
 
 
 class Told(NamedTuple):
-    """Lists the callbacks of a coordinator. They run on the acceptor's thread and must not block.
+    """The callbacks of a coordinator. They run on the acceptor's thread and must not block.
 
     Attributes:
-        on_formed: The world is complete; called before any other rank is told.
+        on_formed: The world is complete; called before any other rank is notified.
         on_gone: A rank has died or left after the world formed, also by ``close``; with the
             coordinator's own rank, or -1: the ranks have given up the coordinator.
         on_suspected: A rank has become silent, or is heard again.
-        on_hopeless: Waiting ranks were told that another will never join; called once.
-        on_joined: A restarted rank is back; called when the others are told.
-        on_doing: A rank has said what it does and which ranks it waits for.
+        on_hopeless: Another rank will never join; called once, after waiting ranks were notified.
+        on_joined: A restarted rank is back; called when the others are notified.
+        on_doing: A rank has reported what it does and which ranks it waits for.
         on_notice: A notice about a collective, for the coordinator's own rank.
         ending_of: Returns how the process of a rank ended whose connection closed without a
             message; empty if that is not known yet.
@@ -51,14 +51,12 @@ class Told(NamedTuple):
 
 
 class Reports:
-    """Keeps what ranks report, and tells the ranks that need to know. For one thread.
+    """Keeps the reports of ranks, and notifies the ranks that need them. For one thread.
 
     Args:
-        world_size: The number of ranks.
         coordinator: The coordinator's rank, or -1.
         controls: The control connections, by rank; the coordinator changes them.
         is_member: Returns whether a connected rank is in the formed world.
-        told: The callbacks.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class Reports:
                 self._told.on_agent_answer(number)
 
     def ask(self, ranks: Iterable[int]) -> None:
-        """Ask ranks what they do, each once. To be called before they hear of a failure."""
+        """Ask ranks what they do, each once. To be called before they learn of a failure."""
         for rank in ranks:
             if rank in self._controls and rank not in self._asked and self._is_member(rank):
                 self._asked[rank] = False

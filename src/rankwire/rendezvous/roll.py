@@ -1,17 +1,17 @@
-"""Keep which rank waits in which operation of which group, for the coordinator. Pure.
+"""Record which rank waits in which operation of which group, for the coordinator. Pure.
 
-A rank reports once that it waits in an operation, may ask once who is missing, and reports that an
-operation has failed. The roll answers only if there is something to say:
+A rank reports once that it waits in an operation, may ask once which ranks are missing, and reports
+that an operation has failed. The roll answers only if it has news:
 
-- Two ranks describe the operation of one number differently: all members are told, with both
-  descriptions. A report also lists the operations before it, so a rank that had nothing to wait for
-  in such an operation, and went on, is found as well.
-- An operation has failed on one rank: all members are told, once, whichever ranks report it later.
-- A rank waits in an operation that has failed, or has not heard of an earlier failure: it is told.
-- A rank asks who is missing: it is told which ranks have not come to this operation or a later one.
+- Two ranks describe the operation of one number differently: all members get both descriptions. A
+  report also lists the operations before it, so a rank that had nothing to wait for in such an
+  operation, and went on, is found as well.
+- An operation has failed on one rank: all members are notified, once.
+- A rank waits in an operation that has failed, or missed an earlier failure: it is notified.
+- A rank asks for the missing ranks: it gets those not yet in this operation or a later one.
 
-So a late rank costs one message from each rank that waits, and two more near its deadline. What is
-kept is bounded for each rank, and dropped when the rank is gone.
+So a late rank costs one message from each rank that waits, and two more near its deadline. The
+records are bounded for each rank, and dropped when the rank is gone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _MOST_WAYS = 4  # descriptions of one operation that are kept
 
 
 class Roll:
-    """Keeps the reports of a world's ranks. Used by one thread at a time.
-
-    Args:
-        world_size: The number of ranks in the world.
-    """
+    """The reports of a world's ranks. Used by one thread at a time."""
 
     def __init__(self, world_size: int) -> None:
         self._world = tuple(range(world_size))
@@ -47,8 +43,8 @@ class Roll:
     def hear(self, src: int, notice: Notice) -> Told:
         """Take a report of a rank, and yield the ranks to notify with their notices.
 
-        A notice counts as sent when the next one is asked for. So a report that is repeated after
-        an interrupt is sent again.
+        A notice counts as sent when the caller asks for the next one, so a report that is repeated
+        after an interrupt is sent again.
         """
         members = notice.members or self._world
         notice = replace(notice, src=src, members=())
@@ -80,11 +76,7 @@ class Roll:
 
 
 class _GroupRoll:
-    """The reports of one group.
-
-    Attributes:
-        last: The number of the last operation that each rank has reported.
-    """
+    """The reports of one group; ``last`` has each rank's last reported operation."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self._members = members
@@ -94,14 +86,13 @@ class _GroupRoll:
         self._failed: dict[int, Notice] = {}
 
     def waits(self, notice: Notice) -> Told:
-        """Take a report of a rank that waits."""
         is_told = False
         for told in self._compare(notice):
             is_told = True
             yield told
         if not is_told:
             for number, failure in sorted(self._failed.items()):
-                if notice.epoch <= number <= notice.sequence:  # it began before it was told
+                if notice.epoch <= number <= notice.sequence:  # it began before it was notified
                     is_told = True
                     yield notice.src, failure
         if notice.state == "asking" and not is_told:
@@ -114,7 +105,6 @@ class _GroupRoll:
             yield notice.src, replace(answer, src=notice.src)
 
     def failed(self, notice: Notice) -> Told:
-        """Take a report of a rank that has failed."""
         if notice.sequence not in self._failed:
             yield from self._to_all_but(notice.src, notice)
             # The rank drops what others have sent, or will send, for the operation.
@@ -126,7 +116,7 @@ class _GroupRoll:
             yield from self._describe(notice)
 
     def _compare(self, notice: Notice) -> Told:
-        """Compare a report with those of other ranks; tell all members if one contradicts it."""
+        """Compare a report with those of other ranks; notify all members if one contradicts it."""
         earlier = [replace(notice, sequence=n, description=d, where="") for n, d in notice.before]
         for account in (*earlier, notice):
             first = next(iter(self._described.get(account.sequence, {}).values()), account)
@@ -140,7 +130,7 @@ class _GroupRoll:
         """Return how an operation fails because two ranks cannot both be right about it."""
         begin, number = min(first.epoch, second.epoch), first.sequence
         if any(begin <= failed <= number for failed in self._failed):
-            return None  # the ranks are told of that
+            return None  # the ranks are notified of that
         if first.epoch != second.epoch:
             knows, other = sorted((first, second), key=lambda each: -each.epoch)
             return self._unreported_failure(knows, other)
@@ -192,7 +182,6 @@ class _GroupRoll:
 
 
 def _lines(*places: tuple[int, str]) -> str:
-    """Return where in the program ranks are, as the end of a sentence."""
     known = [f"rank {rank} at {where}" for rank, where in places if where]
     if len(known) > 1 and len({where for _, where in places}) == 1:
         return f" (both are at {places[0][1]})"

@@ -1,7 +1,4 @@
-"""Keep what the coordinator knows of a world: who has joined, keys, losses, ranks that rejoin.
-
-Nothing is sent here.
-"""
+"""Keep the coordinator's knowledge of a world: members, keys, losses, ranks that rejoin. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wra
 
 
 class FormedWorld:
-    """Keeps the members and keys of a formed world. For one thread.
+    """The members and keys of a formed world. For one thread.
 
     Args:
         members: All ranks, in order.
-        patience: How long a rank may be silent.
         coordinator: The rank that coordinates, or -1.
         key_of: Returns the key with which a rank has joined.
 
@@ -77,20 +73,15 @@ def is_last_moment(deadline: Deadline) -> bool:
 
 
 class Roster:
-    """Keeps which ranks have joined a forming world. The coordinator's lock guards it.
-
-    Args:
-        world_size: The number of ranks.
-        me: The coordinator's own entry, if it is a rank.
+    """Records which ranks have joined a forming world. The coordinator's lock guards it.
 
     Attributes:
         coordinator: The coordinator's rank, or -1.
-        members: The ranks that have joined.
         unreached: Why ranks cannot be reached by others.
         absent: Why ranks will never join.
         deadline: Until when ranks may join; None while it is not known.
-        has_changed: Whether it has changed since ranks were told who is missing.
-        is_hopeless: Whether ranks were told that another will never join.
+        has_changed: Whether it has changed since ranks were notified of the missing ones.
+        is_hopeless: Whether ranks were notified that another will never join.
     """
 
     def __init__(self, world_size: int, me: Member | None) -> None:
@@ -131,16 +122,16 @@ class Roster:
 
 
 class Rejoins:
-    """Keeps how far restarted ranks are on their way back into their world. For one thread.
+    """Tracks restarted ranks on their way back into their world. For one thread.
 
     The states of one rank::
 
         EXPECTED   its old process is gone, and a new one was started        -> ENTERED
-        ENTERED    it is authenticated, and has not said where it listens    -> QUEUED, EXPECTED
+        ENTERED    it is authenticated, and has not sent its address         -> QUEUED, EXPECTED
         QUEUED     another rank rejoins before it                            -> ANNOUNCED, EXPECTED
-        ANNOUNCED  members were told; some have not acknowledged             -> a member, EXPECTED
+        ANNOUNCED  some members have not acknowledged it                     -> a member, EXPECTED
 
-    One rank is announced at a time. Members acknowledge before the rank is told the world: when it
+    One rank is announced at a time. Members acknowledge before the rank gets the world: when it
     dials them, they know its new keys. If its connection ends on the way, it may begin again.
     """
 
@@ -152,7 +143,7 @@ class Rejoins:
         self._witnesses: set[int] = set()  # members that have not acknowledged it
 
     def expect(self, rank: int) -> None:
-        """Allow a rank to rejoin, whose process was restarted."""
+        """Allow a restarted rank to rejoin."""
         self._expected.add(rank)
 
     def is_expected(self, rank: int) -> bool:
@@ -160,7 +151,7 @@ class Rejoins:
         return rank in self._expected
 
     def is_under_way(self, rank: int) -> bool:
-        """Return whether a rank is connected, and was not told the world yet."""
+        """Return whether a rank is connected, and has not got the world yet."""
         return rank in self._entered
 
     def enter(self, rank: int) -> None:

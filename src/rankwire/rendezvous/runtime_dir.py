@@ -1,7 +1,7 @@
 """Find this user's runtime folder on this host, for socket files and secrets.
 
-A folder is used only if this user owns it, no other user can enter it, it is not a link, and no
-other user can replace it. So it does not matter which process made it.
+A folder is used only if this user owns it, no other user can enter or replace it, and it is not a
+link. So it does not matter which process made it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def find_runtime_folder() -> tuple[Path, str]:
 
     In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``; ``rankwire-UID``
     in ``/tmp``, which another user can make first; a folder for this host in this user's home.
-
-    Raises:
-        ConfigurationError: No folder is safe.
+    Raise ConfigurationError if none is safe.
     """
     troubles: list[str] = []
     for candidate in _candidates():
@@ -78,7 +76,7 @@ def runtime_folders() -> Iterator[Path]:
 
 
 class _Candidate(NamedTuple):
-    """Describes a folder that may be used.
+    """A folder that may be used.
 
     Attributes:
         base: The folder above it, which must exist and be safe.
@@ -108,11 +106,7 @@ def _candidates() -> Iterator[_Candidate]:
 
 
 def _checked(candidate: _Candidate, *, may_be_made: bool) -> Path:
-    """Return a candidate's folder.
-
-    Raises:
-        ConfigurationError: It is not safe, or cannot be made.
-    """
+    """Return a candidate's folder; raise ConfigurationError if it is not safe or cannot be made."""
     asked = candidate.named or candidate.base
     try:
         _check_base(candidate.base, asked)

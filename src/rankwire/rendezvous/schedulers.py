@@ -44,15 +44,12 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Says which rank this process is, and where its world forms.
+    """Names the rank of this process, and where its world forms.
 
     Attributes:
-        rank: This process's rank.
-        world_size: The number of ranks.
         address: ``host:port`` at which rank 0, or the launcher, listens.
-        others: Where rank 0 may listen instead, if the launcher does not tell its host.
+        others: Where rank 0 may listen instead, if the launcher does not name its host.
         job: The name of the job; ranks of another job are refused.
-        launcher: The launcher that was found.
         has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
         advice: What to try if the world does not form there.
         secret: The secret from the launcher; None if the backend is to find one.
@@ -81,7 +78,6 @@ class Launcher:
     """Describes one kind of launcher.
 
     Attributes:
-        name: Its name in texts.
         key: Its name in ``RANKWIRE_LAUNCHER``.
         needs: The variables that it always sets.
         read: Returns the assignment; None if another launcher set the variables.
@@ -94,11 +90,7 @@ class Launcher:
 
 
 def find_assignment(environ: Environment) -> Assignment:
-    """Return the assignment from the innermost launcher.
-
-    Raises:
-        ConfigurationError: None is found; the text says which variables are missing.
-    """
+    """Return the innermost launcher's assignment; raise ConfigurationError if there is none."""
     environ = without_services(environ)
     for launcher in _wanted(environ):
         if all(environ.get(name) for name in launcher.needs):
@@ -175,7 +167,7 @@ def read_open_mpi(environ: Environment) -> Assignment:
 def _hosts_of_open_mpi(environ: Environment) -> list[str]:
     """Return where rank 0 may run, the likeliest first; for rank 0, names of its own host.
 
-    Open MPI 4 tells each rank the addresses of ``mpiexec`` (daemon 0) and of its own host's daemon,
+    Open MPI 4 gives each rank the addresses of ``mpiexec`` (daemon 0) and of its own host's daemon,
     and, except on the host of ``mpiexec``, the hosts of all daemons. Rank 0 is on the host of
     ``mpiexec`` if that runs ranks, else on the first of the others, unless the user maps ranks.
     """
@@ -283,13 +275,8 @@ def _derived(
 ) -> Assignment:
     """Return an assignment with a derived address, unless the user has set one.
 
-    Args:
-        environ: The environment.
-        launcher: As in ``Assignment``.
-        variables: The names of the variables with the rank and the number of ranks.
-        job: As in ``Assignment``.
-        hosts: Where rank 0 may run, the likeliest first.
-        seed: A text that identifies the job, or an empty string.
+    ``variables`` name the rank and the number of ranks. ``hosts`` are where rank 0 may run, the
+    likeliest first. ``seed`` identifies the job, or is empty.
     """
     rank, world_size = (read_integer(environ, name) for name in variables)
     if environ.get(ADDRESS):
@@ -323,11 +310,7 @@ def _join(host: str, port: str) -> str:
 
 
 def read_integer(environ: Environment, name: str) -> int:
-    """Return the number in a variable.
-
-    Raises:
-        ConfigurationError: It is not an integer.
-    """
+    """Return the number in a variable; raise ConfigurationError if it is not an integer."""
     try:
         return int(environ[name])
     except ValueError:
@@ -340,10 +323,8 @@ def read_integer(environ: Environment, name: str) -> int:
 def expand_nodes(text: str) -> Iterator[str]:
     """Yield the host names in one of Slurm's lists, such as ``gpu[01-03,7],login``.
 
-    Of several brackets in one name, the last varies fastest.
-
-    Raises:
-        ConfigurationError: It is not such a list.
+    Of several brackets in one name, the last varies fastest. Raise ConfigurationError if the list
+    is invalid.
     """
     names = [found[0] for found in _NAME.finditer(text)]
     if not names or ",".join(names) != text:
@@ -355,10 +336,8 @@ def expand_nodes(text: str) -> Iterator[str]:
 def expand_nodes_of_open_mpi(text: str) -> list[str]:
     """Return the host names in one of Open MPI's lists, such as ``gpu[2:1-3,7],login@0(5)``.
 
-    The number before the colon says how many digits the others have.
-
-    Raises:
-        ConfigurationError: It is not such a list.
+    The number before the colon says how many digits the others have. Raise ConfigurationError if
+    the list is invalid.
     """
     names = text.partition("@")[0]
     as_slurm = _DIGITS.sub(lambda found: f"[{_widen(found[2], int(found[1]))}]", names)

@@ -80,12 +80,8 @@ def is_secret_given() -> bool:
 def read_secret_file(name: str, *, named: str) -> bytes:
     """Return the secret in a file that only this user can read.
 
-    Args:
-        name: The file.
-        named: How the user named it, for the text of an error.
-
-    Raises:
-        ConfigurationError: It cannot be read, or other users can read it.
+    ``named`` is how the user named it, for errors. Raise ConfigurationError if the file cannot be
+    read, or other users can read it.
     """
     return read_private(name, named=named).strip()
 
@@ -202,9 +198,9 @@ class SecretServer:
     """Gives a launcher's secret to one rank, and to no other process. For one thread.
 
     Children of the rank may inherit its end of the socket pair, so nothing to read is left in it.
-    The rank sends one end of a new pair, and the kernel tells the launcher which process sent it.
-    If the launcher started that process, it writes the secret into the new pair, once. A program
-    that replaces itself by ``exec`` stays the same process and can ask afterwards.
+    The rank sends one end of a new pair, and the kernel names the process that sent it. If the
+    launcher started that process, it writes the secret into the new pair, once. A program that
+    replaces itself by ``exec`` stays the same process and can ask afterwards.
 
     Attributes:
         theirs: The end for the rank to inherit; close it here afterwards.
@@ -258,12 +254,8 @@ class SecretServer:
 def ask_for_secret(fd: int, *, named: str) -> bytes:
     """Ask the launcher at the other end of ``fd`` for the secret, and close ``fd``.
 
-    Args:
-        fd: The socket that this process inherited.
-        named: The variable that names it, for the text of an error.
-
-    Raises:
-        ConfigurationError: There is no launcher, or it did not start this process itself.
+    ``named`` is the variable that names it, for errors. Raise ConfigurationError if there is no
+    launcher, or it did not start this process itself.
     """
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -1,7 +1,7 @@
 """Watch the ranks of a formed world: losses, heartbeats, reports, and ranks that rejoin.
 
-All ranks and the coordinator send heartbeats. Losses are told to all ranks at once, so that they
-name the same rank and cause. Runs on the acceptor's thread.
+The coordinator sends losses to all ranks at once, so that they name the same rank and cause. Runs
+on the acceptor's thread.
 """
 
 from __future__ import annotations
@@ -39,16 +39,11 @@ class WorldWatch:
     """Watches the ranks of a world, once ``begin`` was called.
 
     Args:
-        world_size: The number of ranks.
         coordinator: The coordinator's rank, or -1.
-        acceptor: Reads the control connections.
-        patience: How long a rank may be silent, until ``begin`` says otherwise.
-        told: The callbacks.
+        patience: How long a rank may be silent, until ``begin`` replaces it.
 
     Attributes:
         controls: The control connections, by rank, also of a world that is forming.
-        rejoins: The ranks on their way back.
-        reports: What ranks report about collectives and agents.
         fallen: The ranks that have reported their own failure.
     """
 
@@ -74,7 +69,7 @@ class WorldWatch:
         )
 
     def begin(self, world: FormedWorld, patience: Patience) -> None:
-        """Tell all ranks the world, and watch them from now on."""
+        """Send the world to all ranks, and watch them from now on."""
         self._world = world
         limit = _WORLD_PATIENCE + _WORLD_PATIENCE_OF_RANK * self._world_size
         deadline = Deadline(limit, self._acceptor.clock)
@@ -84,11 +79,10 @@ class WorldWatch:
         self._acceptor.call_every(patience.beat, self.beat)
 
     def is_member(self, rank: int) -> bool:
-        """Return whether a connected rank was told the formed world."""
+        """Return whether a connected rank has got the formed world."""
         return self._world is not None and not self.rejoins.is_under_way(rank)
 
     def _members(self) -> dict[int, Connection]:
-        """Return the control connections of all ranks but those that rejoin."""
         return {
             rank: connection
             for rank, connection in self.controls.items()
@@ -126,7 +120,7 @@ class WorldWatch:
                 self.tell_all(change)
 
     def _lose(self, gone: Gone) -> None:
-        """Give up a connected rank; it is told too, in case its process wakes up."""
+        """Give up a connected rank and notify it too, in case its process wakes up."""
         self._silence.forget(gone.rank)
         self._given_up.add(gone.rank)
         self.report(gone)
@@ -134,7 +128,7 @@ class WorldWatch:
         self.welcome_back()
 
     def report(self, gone: Gone) -> None:
-        """Tell all ranks that a rank is gone."""
+        """Notify all ranks that a rank is gone."""
         if self._world is not None:
             self._world.gone[gone.rank] = gone
         self.reports.forget_notices(gone.rank)
@@ -156,7 +150,7 @@ class WorldWatch:
         self.welcome_back()
 
     def take_report(self, rank: int, message: Notice | AgentSays) -> None:
-        """Take the report of a rank, and tell the ranks that need to know."""
+        """Take the report of a rank, and notify the ranks that need it."""
         if isinstance(message, Notice):
             self.reports.take_notice(rank, message)
         elif rank not in self._given_up:
@@ -174,7 +168,7 @@ class WorldWatch:
     # -- rejoining ---------------------------------------------------------------------------------
 
     def expect_again(self, rank: int) -> None:
-        """Allow a rank to rejoin, whose old process has ended."""
+        """Allow a rank whose old process has ended to rejoin."""
         self._given_up.discard(rank)
         self.fallen.discard(rank)
         if self._world is not None:
@@ -201,7 +195,6 @@ class WorldWatch:
             self._let_in_again(member.rank, world)
 
     def _let_in_again(self, rank: int, world: FormedWorld) -> None:
-        """Tell a rank the world and its losses: it is a member again."""
         connection = self.controls[rank]
         patience = Deadline(_WORLD_PATIENCE, self._acceptor.clock)
         tell(connection, world.as_told_to(rank), patience)
