@@ -14,9 +14,9 @@ from rankwire.backends.connect import connect
 from rankwire.backends.handles import MessageHandle
 from rankwire.backends.posting import ANY_RANK
 from rankwire.backends.tcp import TcpBackend
+from rankwire.codec.classes import message
 from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
-from rankwire.codec.message import message
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
 from rankwire.rpc.agent import RpcAgent

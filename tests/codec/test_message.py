@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from rankwire.codec import classes
+from rankwire.codec.classes import message, options_of
 from rankwire.codec.codec import Codec
-from rankwire.codec.message import message, options_of
 from rankwire.errors import ConfigurationError, UnsupportedTypeError
 
 

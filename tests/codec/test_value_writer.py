@@ -18,8 +18,8 @@ import pytest
 from msgspec.msgpack import Ext
 
 from rankwire.codec.classes import ClassTable
-from rankwire.codec.value_writer import Refusal, Writer
-from rankwire.codec.values import ALWAYS_PLAIN, PLAIN, is_flat
+from rankwire.codec.value_writer import _LOWER, Refusal, Writer
+from rankwire.codec.values import ALWAYS_PLAIN, BUILT_IN, PLAIN, is_flat
 
 
 @dataclasses.dataclass
@@ -257,3 +257,7 @@ def test_short_bytes_stay_in_the_head_and_long_ones_go_beside_it(writer):
 def test_empty_buffers_take_no_place(writer):
     writer.lower([bytearray(), np.zeros((0, 3)), np.array([], "U3")])
     assert writer.buffers == []
+
+
+def test_all_types_with_an_encoding_of_their_own_are_built_in():
+    assert PLAIN.union(_LOWER) == BUILT_IN

@@ -11,8 +11,7 @@ from rankwire.errors import (
     InvalidMessageError,
     PeerLostError,
 )
-from rankwire.wire.control_messages import pack, unpack
-from rankwire.wire.notices import Notice
+from rankwire.wire.control_messages import Notice, pack, unpack
 
 
 def told(error, *, rank=2, sender=2):

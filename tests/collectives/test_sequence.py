@@ -29,8 +29,8 @@ from rankwire.errors import (
     UnsupportedTypeError,
 )
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
+from rankwire.wire.control_messages import Notice
 from rankwire.wire.frames import Channel, Envelope
-from rankwire.wire.notices import Notice
 from several_hosts import hosts_world
 from worlds import Running, deaf, eventually
 

@@ -40,6 +40,7 @@ from rankwire.links.memory import allocate
 from rankwire.rpc import messages as rpc
 from rankwire.wire import control_messages as control
 from rankwire.wire.array_messages import pack_array, unpack_head
+from rankwire.wire.control_messages import Notice
 from rankwire.wire.frames import LOAN, Channel
 from rankwire.wire.handshake import (
     CHALLENGE_NBYTES,
@@ -54,7 +55,6 @@ from rankwire.wire.handshake import (
     job_id,
 )
 from rankwire.wire.loans import pack_loan, unpack_loan
-from rankwire.wire.notices import Notice
 from rankwire.wire.parser import FrameParser
 
 ADDRESS_SPACE = 1 << 30  # beyond what the process has at the start

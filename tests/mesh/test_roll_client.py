@@ -3,7 +3,7 @@
 import gc
 
 from rankwire.mesh.roll_client import RollClient
-from rankwire.wire.notices import Notice
+from rankwire.wire.control_messages import Notice
 
 
 def test_what_was_told_of_a_group_is_taken_once_in_its_order():

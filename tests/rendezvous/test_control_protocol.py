@@ -22,12 +22,12 @@ from rankwire.wire.control_messages import (
     Known,
     Member,
     Message,
+    Notice,
     Patience,
     Suspected,
     Waiting,
     World,
 )
-from rankwire.wire.notices import Notice
 
 FORMING = Standing(
     1,

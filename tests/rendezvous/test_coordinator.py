@@ -31,6 +31,7 @@ from rankwire.wire.control_messages import (
     Joined,
     Known,
     Member,
+    Notice,
     Waiting,
     World,
     pack,
@@ -39,7 +40,6 @@ from rankwire.wire.control_messages import (
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import Hello, Purpose, Status, job_id
 from rankwire.wire.keys import rank_key, unwrap
-from rankwire.wire.notices import Notice
 from real_time import Deadline
 from worlds import PATIENCE, SECRET, Running, eventually
 

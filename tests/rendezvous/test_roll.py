@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from rankwire.rendezvous.roll import Roll
-from rankwire.wire.notices import Notice
+from rankwire.wire.control_messages import Notice
 
 SUM, GATHER = "all_reduce(sum, float64, (4,))", "all_gather(float64, (4,))"
 

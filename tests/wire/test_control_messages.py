@@ -14,13 +14,13 @@ from rankwire.wire.control_messages import (
     Gone,
     Join,
     Member,
+    Notice,
     Waiting,
     World,
     max_coordinator_nbytes,
     pack,
     unpack,
 )
-from rankwire.wire.notices import Notice
 
 MEMBERS = [
     Member(0, 11, "10.0.0.1", 29500, "", "a/1"),

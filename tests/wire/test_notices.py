@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwire.errors import InvalidMessageError
-from rankwire.wire.control_messages import pack, unpack
-from rankwire.wire.notices import Notice
+from rankwire.wire.control_messages import Notice, pack, unpack
 
 # What is not printable is escaped, see below.
 TEXTS = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n\t"))

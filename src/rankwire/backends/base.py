@@ -34,8 +34,8 @@ from rankwire.mesh.roll_client import RollClient
 from rankwire.mesh.transport import Operations
 from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
+from rankwire.wire.control_messages import Notice
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel, whole_of
-from rankwire.wire.notices import Notice
 from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 

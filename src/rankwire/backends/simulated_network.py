@@ -31,9 +31,8 @@ from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.roll import Roll
 from rankwire.transports.memory_stream import MemoryStream, memory_pair
 from rankwire.transports.pipe import Gate, Route
-from rankwire.wire.control_messages import AgentSays, Fallen
+from rankwire.wire.control_messages import AgentSays, Fallen, Notice, sanitize_notice
 from rankwire.wire.handshake import Purpose
-from rankwire.wire.notices import Notice, sanitize
 from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
@@ -206,7 +205,7 @@ class Network:
         if self._is_gone(rank):
             return
         with self._roll_lock:
-            for other, told in self._roll.hear(rank, sanitize(notice)):
+            for other, told in self._roll.hear(rank, sanitize_notice(notice)):
                 if not self._is_gone(other):
                     self.members[other].roll.deliver(told)
 

@@ -62,13 +62,13 @@ from rankwire.wire.control_messages import (
     Gone,
     Joined,
     Member,
+    Notice,
     Patience,
     Suspected,
     World,
 )
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
 from rankwire.wire.handshake import Purpose
-from rankwire.wire.notices import Notice
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 

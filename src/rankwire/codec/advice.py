@@ -12,7 +12,7 @@ import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,9 +43,9 @@ _OF_THIS_PROCESS = (
 
 def advice_for(value: Any) -> str:
     """Return what to do instead of sending a value."""
-    for is_kind, advise in _KINDS:
-        if is_kind(value):
-            return advise(value)
+    for kind, advice in _KINDS:
+        if isinstance(value, kind) if isinstance(kind, (type, tuple)) else kind(value):
+            return advice if isinstance(advice, str) else advice(value)
     return (
         "Make it a dataclass and put @rankwire.message above it, register its class by"
         f" codec.register with take= and build=, send what it holds, or {HOW_TO_PICKLE}."
@@ -85,93 +85,60 @@ def _is_torch(name: str, module: str) -> Callable[[Any], bool]:
     return is_kind
 
 
-def _says(text: str) -> Callable[[Any], str]:
-    return lambda value: text
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) or is_namedtuple(type(value))
 
 
-_KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], str]]] = [
+def _is_array(value: Any) -> bool:
+    return hasattr(type(value), "__array__") or hasattr(type(value), "__dlpack__")
+
+
+_Kind: TypeAlias = type | tuple[type, ...] | Callable[[Any], bool]
+
+_KINDS: list[tuple[_Kind, str | Callable[[Any], str]]] = [
     (
-        lambda value: isinstance(value, _FUNCTIONS),
-        _says(
-            "A function stays where it is: register it there with agent.register, and send its"
-            " name."
-        ),
+        _FUNCTIONS,
+        "A function stays where it is: register it there with agent.register, and send its name.",
+    ),
+    (type, "A class stays where it is: send an instance, or a name that the receiver looks up."),
+    (types.ModuleType, "A module stays where it is: send its name."),
+    (
+        BaseException,
+        "Raise it: the caller gets a RemoteError. Or send its type's name and its text.",
     ),
     (
-        lambda value: isinstance(value, type),
-        _says("A class stays where it is: send an instance, or a name that the receiver looks up."),
+        AsyncIterator,
+        "It runs in this process: send [item async for item in value], or item by item.",
     ),
-    (
-        lambda value: isinstance(value, types.ModuleType),
-        _says("A module stays where it is: send its name."),
-    ),
-    (
-        lambda value: isinstance(value, BaseException),
-        _says("Raise it: the caller gets a RemoteError. Or send its type's name and its text."),
-    ),
-    (
-        lambda value: isinstance(value, AsyncIterator),
-        _says("It runs in this process: send [item async for item in value], or item by item."),
-    ),
-    (
-        lambda value: isinstance(value, Awaitable),
-        _says("It runs in this process: await it, and send the result."),
-    ),
+    (Awaitable, "It runs in this process: await it, and send the result."),
     (
         _is_of("_io", "io", "tempfile"),
-        _says("A file is open in this process only: send its path, or what is in it."),
+        "A file is open in this process only: send its path, or what is in it.",
     ),
     (
         _is_of(*_OF_THIS_PROCESS),
-        _says("It means something in this process only: leave it out of what is sent."),
+        "It means something in this process only: leave it out of what is sent.",
     ),
-    (
-        lambda value: isinstance(value, Iterator),
-        _says("It would be used up: send list(value)."),
-    ),
-    (
-        lambda value: (
-            isinstance(value, (Enum, msgspec.Struct))
-            or dataclasses.is_dataclass(value)
-            or is_namedtuple(type(value))
-        ),
-        _register,
-    ),
+    (Iterator, "It would be used up: send list(value)."),
+    ((Enum, msgspec.Struct), _register),
+    (_is_record, _register),
     (
         _is_torch("Module", "torch.nn"),
-        _says(f"A module stays where it is: send its state_dict(), or {HOW_TO_PICKLE}."),
+        f"A module stays where it is: send its state_dict(), or {HOW_TO_PICKLE}.",
     ),
     (
         _is_torch("Optimizer", "torch.optim"),
-        _says("An optimizer stays where it is: send its state_dict()."),
+        "An optimizer stays where it is: send its state_dict().",
     ),
-    (
-        _is_torch("Generator", "torch"),
-        _says("Send its get_state(), and pass that to set_state()."),
-    ),
+    (_is_torch("Generator", "torch"), "Send its get_state(), and pass that to set_state()."),
     (
         _is_of("pandas", "polars", "pyarrow"),
-        _says("Send its columns as arrays: a dict of names and value.to_numpy()."),
+        "Send its columns as arrays: a dict of names and value.to_numpy().",
     ),
-    (
-        _is_of("numpy.random"),
-        _says("Send its state (generator.bit_generator.state), or a seed."),
-    ),
-    (
-        lambda value: isinstance(value, _BUILTINS),
-        _convert,
-    ),
-    (is_masked, _says(ADVICE_FOR_MASKED)),
-    (
-        lambda value: hasattr(type(value), "__array__") or hasattr(type(value), "__dlpack__"),
-        _says("Send numpy.asarray(value)."),
-    ),
-    (
-        lambda value: isinstance(value, Mapping),
-        _says("Send dict(value)."),
-    ),
-    (
-        lambda value: isinstance(value, Set) or type(value) is type({}.values()),
-        _says("Send list(value) or set(value)."),
-    ),
+    (_is_of("numpy.random"), "Send its state (generator.bit_generator.state), or a seed."),
+    (_BUILTINS, _convert),
+    (is_masked, ADVICE_FOR_MASKED),
+    (_is_array, "Send numpy.asarray(value)."),
+    (Mapping, "Send dict(value)."),
+    ((Set, type({}.values())), "Send list(value) or set(value)."),
 ]

@@ -27,10 +27,9 @@ from rankwire.codec.classes import SHARED, ClassTable
 from rankwire.codec.hooks import Buffer, BuildContext, TakeContext, UndoableBuffers
 from rankwire.codec.limits import DEFAULT_MAX_ITEMS, MIN_SCANNED_NBYTES
 from rankwire.codec.value_reader import Reader
-from rankwire.codec.value_writer import BUILT_IN, Refusal, Writer
+from rankwire.codec.value_writer import Refusal, Writer
 from rankwire.codec.values import ALIGNMENT, ALWAYS_PLAIN, MIN_BUFFER_NBYTES, PLAIN, is_flat
 from rankwire.errors import (
-    ConfigurationError,
     InvalidMessageError,
     MessageTooLargeError,
     UnsupportedTypeError,
@@ -184,10 +183,6 @@ class Codec(PublicDir):
         """
         if cls is None:
             return lambda cls: self.register(cls, name=name, take=take, build=build)
-        if cls in BUILT_IN:
-            raise ConfigurationError(
-                f"{cls.__qualname__} cannot be registered: the codec has its own encoding of it"
-            )
         self._classes.add(cls, name, take, build)
         return cls
 

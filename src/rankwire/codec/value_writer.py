@@ -344,8 +344,6 @@ _LOWER: dict[type, Callable[[Writer, Any], Any]] = {
     np.ndarray: _array,
 }
 _CONTAINERS = frozenset((list, dict))
-# Tested before registered classes, so these cannot have hooks.
-BUILT_IN = PLAIN.union(_LOWER)
 
 
 def _packed_floats(values: Collection[Any]) -> msgspec.Raw | None:

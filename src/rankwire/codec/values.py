@@ -15,6 +15,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from rankwire.codec import scalars
 from rankwire.codec.limits import MAX_NATIVE_MAP
 
 # No dtype needs more, and small arrays are common.
@@ -126,6 +129,14 @@ KEYED: dict[type, tuple[int, Callable[[Any], tuple[Any, ...]], Callable[..., Any
     defaultdict: (Code.DEFAULT_DICT, _factory_of, _build_default_dict),
     Counter: (Code.COUNTER, _nothing, _build_counter),
 }
+
+
+# The writer tests for these before it looks for a registered class, so they cannot have hooks.
+BUILT_IN = PLAIN.union(
+    scalars.PACKERS,
+    KEYED,
+    (list, tuple, set, frozenset, dict, deque, slice, bytes, bytearray, memoryview, np.ndarray),
+)
 
 
 def build_deque(items: Any, longest: Any) -> deque[Any]:

@@ -58,7 +58,7 @@ _local = runtime.local()
 _DIGEST_NBYTES = 6
 _DIGEST_MASK = (1 << 8 * _DIGEST_NBYTES) - 1
 _STEP_BITS = 16
-# A notice truncates long descriptions (``wire.notices``), and then they would no longer be equal.
+# A ``Notice`` truncates long descriptions, and then they would no longer be equal.
 _MOST_WORDS = 1000
 # Odd, so that different numbers give different tags; the bits of the golden ratio.
 _SPREAD = 0x9E3779B97F4B

@@ -19,8 +19,8 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.wire.control_messages import Notice
 from rankwire.wire.frames import Channel
-from rankwire.wire.notices import Notice
 
 _MOST_FAILURES = 1024  # reports kept of failures in operations to come
 _MOST_OVER = 64  # failed operations whose tags are kept

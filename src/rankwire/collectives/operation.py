@@ -25,8 +25,8 @@ from rankwire.errors import (
 )
 from rankwire.observe.stacks import line_of_program
 from rankwire.override import override
+from rankwire.wire.control_messages import Notice
 from rankwire.wire.frames import Channel
-from rankwire.wire.notices import Notice
 from rankwire.wire.receive import MessageWithdrawnError
 
 if TYPE_CHECKING:

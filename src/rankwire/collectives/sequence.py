@@ -41,7 +41,7 @@ from rankwire.errors import (
 from rankwire.fork import renew_in_child
 from rankwire.mesh.transport import Operations
 from rankwire.observe.stacks import show_as
-from rankwire.wire.notices import MOST_BEFORE
+from rankwire.wire.control_messages import MOST_BEFORE
 
 P = ParamSpec("P")
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from rankwire.codec.message import message, options_of
+from rankwire.codec.classes import message, options_of
 
 _MAIN = "the globals of __main__"
 

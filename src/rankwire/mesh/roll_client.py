@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rankwire import runtime
-from rankwire.wire.notices import Notice
+from rankwire.wire.control_messages import Notice
 
 _SENDING_PATIENCE = 1.0  # seconds until a failure is on its way; mostly it takes some microseconds
 _MOST_GROUPS = 256  # with untaken notices; of more, those of the oldest group are dropped

@@ -28,12 +28,12 @@ from rankwire.wire.control_messages import (
     Joined,
     Known,
     Message,
+    Notice,
     Suspected,
     Waiting,
     World,
     pack,
 )
-from rankwire.wire.notices import Notice
 
 
 class Standing(NamedTuple):

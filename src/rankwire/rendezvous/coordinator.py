@@ -50,6 +50,7 @@ from rankwire.wire.control_messages import (
     Join,
     Known,
     Member,
+    Notice,
     Patience,
     Waiting,
     gone_by,
@@ -57,7 +58,6 @@ from rankwire.wire.control_messages import (
 )
 from rankwire.wire.frames import Frame, whole_of
 from rankwire.wire.handshake import Hello, Status
-from rankwire.wire.notices import Notice
 from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")

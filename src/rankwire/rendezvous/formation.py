@@ -23,10 +23,9 @@ from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import Policy
 from rankwire.transports.tcp_stream import TcpAddress, start_listening
-from rankwire.wire.control_messages import AgentSays, Fallen, Member, Patience, World
+from rankwire.wire.control_messages import AgentSays, Fallen, Member, Notice, Patience, World
 from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
 from rankwire.wire.keys import KEY_NBYTES
-from rankwire.wire.notices import Notice
 from rankwire.wire.seals import Seals
 
 _LOOK_EVERY = 0.5  # seconds between two checks for connections that may be cut

@@ -24,12 +24,12 @@ from rankwire.wire.control_messages import (
     Gone,
     Joined,
     Known,
+    Notice,
     Suspected,
     World,
     unpack,
 )
 from rankwire.wire.frames import Frame, whole_of
-from rankwire.wire.notices import Notice
 
 _LAST_WORDS_PATIENCE = 0.2
 

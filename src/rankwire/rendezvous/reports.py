@@ -16,10 +16,10 @@ from rankwire.wire.control_messages import (
     Doing,
     Gone,
     Member,
+    Notice,
     Suspected,
     World,
 )
-from rankwire.wire.notices import Notice
 
 
 class Told(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from rankwire.wire.notices import Notice
+from rankwire.wire.control_messages import Notice
 
 Told = Iterator[tuple[int, Notice]]
 _Key = tuple[int, tuple[int, ...]]

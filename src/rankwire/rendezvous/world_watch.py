@@ -25,10 +25,10 @@ from rankwire.wire.control_messages import (
     Gone,
     Known,
     Message,
+    Notice,
     Patience,
     gone_by,
 )
-from rankwire.wire.notices import Notice
 
 # Seconds to send all ranks the list. A new connection between hosts takes 80 kB at once, the list
 # of 400 ranks. The lists of 1,000 ranks take 1.1 s of CPU time, so more ranks have more time.

@@ -8,7 +8,7 @@ makes texts short and printable, whatever the peer wrote.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -16,7 +16,6 @@ from msgspec.structs import asdict, replace
 from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
 from rankwire.wire.frames import WORLD_GROUP, Channel
-from rankwire.wire.notices import Notice, sanitize
 
 # The envelope of all control messages.
 CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
@@ -29,6 +28,15 @@ _NBYTES_PER_MEMBER = 1024
 MAX_SILENT = 4096
 # Of the ranks that a rank was waiting for, one is enough to find the cause.
 MAX_WAITED_FOR = 64
+MOST_BEFORE = 8  # earlier operations that a report lists
+_MOST_MEMBERS = 16384
+_MOST_DESCRIPTIONS = 2
+# Characters; descriptions have about 1,000. A shortened one would count as another operation.
+_MAX_DESCRIPTION = 2000
+_MAX_TEXT = 4000
+_MAX_WHERE = 300
+_NUMBER = msgspec.Meta(ge=-(1 << 62), le=1 << 62)
+_FAILURES = ("mismatch", "lost", "left", "failed", "refused")
 
 
 def max_coordinator_nbytes(world_size: int) -> int:
@@ -208,6 +216,57 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
     blocked_on: list[int] = []
 
 
+class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
+    """A report about a collective: of a rank, or a notice of the coordinator about such reports.
+
+    A rank that waits or fails in an operation reports it. The coordinator compares the reports
+    (``rendezvous.roll``). Ranks are numbered as in the group, except ``src`` and ``members``, which
+    are world ranks.
+
+    Attributes:
+        group: The id of the group.
+        sequence: The number of the operation in its group.
+        description: The operation.
+        state: From a rank: it is *waiting*, or waiting and *asking* which ranks are missing. From
+            the coordinator: which ranks are *missing*, or how another rank describes the operation
+            (*waiting*). From both: how the operation failed; *refused* if the arguments were wrong,
+            and then ``description`` is only the name of the function.
+        text: What went wrong.
+        culprit: The rank that caused the failure.
+        epoch: The number after the last operation that failed for the sender. Ranks with different
+            epochs ignore each other's messages.
+        missing: The ranks that have not come to the operation.
+        where: The line of the program that called the operation, if known.
+        before: Number and description of the last operations that succeeded for the sender.
+        descriptions: The descriptions of the operation, if ranks disagree.
+        members: The ranks of the group; empty for the whole world.
+        src: The rank that reported it, filled in by the coordinator.
+    """
+
+    group: Annotated[int, msgspec.Meta(ge=0)]
+    sequence: Annotated[int, _NUMBER]
+    description: str
+    state: Literal[
+        "waiting", "asking", "missing", "mismatch", "lost", "left", "failed", "refused"
+    ] = "waiting"
+    text: str = ""
+    culprit: int = -1
+    epoch: Annotated[int, _NUMBER] = 0
+    missing: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MOST_MEMBERS)] = ()
+    where: str = ""
+    before: Annotated[
+        tuple[tuple[Annotated[int, _NUMBER], str], ...], msgspec.Meta(max_length=MOST_BEFORE)
+    ] = ()
+    descriptions: Annotated[tuple[str, ...], msgspec.Meta(max_length=_MOST_DESCRIPTIONS)] = ()
+    members: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MOST_MEMBERS)] = ()
+    src: int = -1
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the operation has failed."""
+        return self.state in _FAILURES
+
+
 class AgentState(IntEnum):
     """The state of a rank's agent of one name."""
 
@@ -309,7 +368,23 @@ def _sanitize(message: Message) -> Message:
         case Failed(reason):
             return replace(message, reason=one_line(reason, 8 * MAX_REASON))
         case Notice():
-            return sanitize(message)
+            return sanitize_notice(message)
         case Beat(silent) if len(silent) > MAX_SILENT:
             return replace(message, silent=silent[:MAX_SILENT])
     return message
+
+
+def sanitize_notice(notice: Notice) -> Notice:
+    """Return a notice with short, printable texts, whatever the peer wrote."""
+    return replace(
+        notice,
+        description=_described(notice.description),
+        text=printable(notice.text, _MAX_TEXT),
+        where=printable(notice.where, _MAX_WHERE),
+        before=tuple((number, _described(text)) for number, text in notice.before),
+        descriptions=tuple(map(_described, notice.descriptions)),
+    )
+
+
+def _described(text: str) -> str:
+    return printable(text, _MAX_DESCRIPTION)
