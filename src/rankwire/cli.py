@@ -53,7 +53,6 @@ def describe(
 
 
 def _option(*names: str, **how: Any) -> Any:
-    """Return the declaration of an option; ``metavar`` is N unless it is given."""
     return typer.Option(*names, **{"metavar": "N", **how})
 
 
@@ -254,7 +253,6 @@ def _interpreter_arguments(program: str, is_module: bool) -> list[str]:
 
 
 def _named_by(variable: str, given: Path | None, nodes: int) -> Path | None:
-    """Return the path that was given; else, on several hosts, the one of a variable."""
     named = os.environ.get(variable) if nodes > 1 and given is None else None
     return Path(named) if named else given
 

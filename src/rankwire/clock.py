@@ -1,8 +1,8 @@
-"""The clock: all reading of the time, and all waits that a timeout may end.
+"""Read the time, and wait with a timeout.
 
 A world gets one ``Clock`` from its user and passes it to everything that waits in it, so a
 simulated world can run in another time than the real one. Code outside of worlds, such as a
-launcher, uses ``REAL_TIME``. Waits of the operating system for sockets and processes are elsewhere.
+launcher, uses ``REAL_TIME``. Waits for sockets and processes are elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from rankwire import runtime
 
 
 class _Signal(Protocol):
-    """An event, or a condition whose lock is held."""
-
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
 class _Joinable(Protocol):
-    """A thread or a process."""
-
     def join(self, timeout: float | None = None) -> None: ...
 
 
@@ -80,7 +76,7 @@ class SafeCondition(runtime.Condition):
     """A condition that an interrupt (Ctrl-C) cannot leave acquired.
 
     One call of a C function enters and leaves it. ``Condition`` has Python methods: an interrupt
-    after the lock's own ``__enter__`` leaves it acquired, and other threads wait for ever.
+    after the lock's own ``__enter__`` leaves it acquired, and other threads wait forever.
     """
 
     __enter__ = property(attrgetter("_lock.__enter__"))

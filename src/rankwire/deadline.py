@@ -1,8 +1,7 @@
-"""One timeout for one whole operation.
+"""Limit one whole operation by one timeout.
 
 A ``Deadline`` is made once, where the user's call enters the library, and passed down to every
-lock, connect, handshake, send and receive, so that together they respect one timeout. It uses
-the clock of its world, which is monotonic.
+lock, connect, handshake, send and receive. It uses the clock of its world, which is monotonic.
 """
 
 from __future__ import annotations

@@ -195,7 +195,6 @@ class DeviceMesh:
         return hash((self._shape, self._names))
 
     def _axis(self, axis: int | str) -> int:
-        """Return the non-negative index of an axis."""
         if isinstance(axis, str):
             if self._names is None:
                 raise ConfigurationError(f"no axis {axis!r}: the axes of this mesh have no names")

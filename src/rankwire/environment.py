@@ -1,8 +1,7 @@
-"""The environment variables that rankwire reads, and the default timeout that one of them sets.
+"""List the environment variables that rankwire reads, and read the default timeout.
 
-``KNOWN`` lists all of them; docs/settings.md explains each. The modules that use a variable read it
-themselves. Kubernetes sets variables with the same prefix if the namespace has a service with a
-name such as ``rankwire``: they are neither read nor reported.
+docs/settings.md explains each variable; the modules that use one read it. Kubernetes sets variables
+with the same prefix for a service named such as ``rankwire``: they are neither read nor reported.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def without_services(environ: Mapping[str, str]) -> dict[str, str]:
 def default_timeout() -> float:
     """Return the seconds for operations of a world whose program sets no timeout.
 
-    Raises:
-        ConfigurationError: ``RANKWIRE_TIMEOUT`` is not a number of seconds.
+    Raise ConfigurationError if ``RANKWIRE_TIMEOUT`` is not a number of seconds.
     """
     text = os.environ.get(TIMEOUT)
     if not text:
@@ -80,7 +78,6 @@ def report_unknown() -> None:
 
 
 def _nearest(name: str) -> str:
-    """Return ": did you mean X?" for the known variable with the most similar name, or ""."""
     from difflib import get_close_matches  # here, because importing it takes 1 ms
 
     shorts = [known.removeprefix(_PREFIX) for known in sorted(KNOWN)]

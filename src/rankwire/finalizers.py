@@ -2,9 +2,8 @@
 
 The garbage collector calls ``__del__`` and ``weakref.finalize`` in any thread that allocates
 memory, also while that thread holds a lock. A finalizer that takes a lock can wait for its own
-thread, without a timeout. So finalizers of this package take no lock, also not those of logging:
-they call ``hand_over``, and a thread does the rest. ``tests/test_finalizers.py`` reads the source
-and lists the exceptions.
+thread, without a timeout. So finalizers of this package take no lock, not even those of logging:
+they call ``hand_over``, and a thread does the rest.
 
 The thread starts with the first work and ends after a moment without. No lock guards that:
 ``_idle`` holds one item while there is no thread, and ``deque.pop`` gives it to one caller.

@@ -1,9 +1,9 @@
 """Keep a child that ``os.fork`` makes from using or harming what its parent holds.
 
-A child has none of its parent's threads, so a lock may stay held for ever there, and it shares its
+A child has none of its parent's threads, so a lock may stay held forever, and it shares its
 parent's sockets. Every object with descriptors, locks or threads is *guarded*: its
 ``close_in_child`` runs once in the child, before any other code. It closes the child's copies of
-descriptors without telling peers, so that a connection ends when the parent dies. An object that
+descriptors without notifying peers, so that a connection ends when the parent dies. An object that
 users hold is also *invalidated*: every use of it raises ``ForkedProcessError``.
 """
 

@@ -1,9 +1,8 @@
-"""``dir()`` of public objects shows only what users call, and so does a shell's completion.
+"""Show in ``dir()`` of public objects, and so in completion, only what users call.
 
-Modules of the package use each other's attributes, which are not private but are not for users. A
-public class lists what it shows of its own in ``_SHOWN``, and derives from ``PublicDir``. Classes
-of the package without a list show nothing; other base classes and users' subclasses show all they
-have. Classes show the same as their objects, because Python's prompt completes from both.
+A public class lists its own public attributes in ``_SHOWN``, and derives from ``PublicDir``.
+Classes of the package without a list show nothing; other base classes and users' subclasses show
+everything. Classes show the same as their objects, because Python's prompt completes from both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one door to the machine: threads, sockets, polls, process ids and entropy.
 
-Every other module takes these from here when it uses them (``runtime.Lock()``), so that a
-simulation can put its own in their place. They are the real objects: nothing becomes slower.
+Every other module looks these up here at use (``runtime.Lock()``), so that a simulation can replace
+them. They are the real objects: nothing becomes slower.
 """
 
 from __future__ import annotations

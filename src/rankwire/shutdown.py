@@ -1,9 +1,8 @@
-"""Closes agents and backends that are still open when the interpreter exits.
+"""Close agents and backends that are still open when the interpreter exits.
 
-Peers then get a farewell, or the traceback if the program ends by an uncaught error, and not a
-sudden end of the connection, which means that the process died. Objects close in reverse order of
-creation, so an agent closes before its backend. A process that ends otherwise (``os._exit``, a
-signal) sends no farewell, and its peers report it as lost.
+Peers then get a farewell, or the traceback if the program ends by an uncaught error, and do not
+take the process for dead. Objects close in reverse order of creation, so an agent closes before its
+backend. After ``os._exit`` or a signal there is no farewell, and peers report the process as lost.
 
 Daemon threads of the user may still be in a call. They get its error, but its traceback is not
 printed.
@@ -30,11 +29,7 @@ class Leaving(Protocol):
     """An object that is closed when the interpreter exits."""
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """Close, without waiting for long. Do nothing if it is closed already.
-
-        Args:
-            error: The uncaught error that ends the program, if any.
-        """
+        """Close quickly, with the uncaught error that ends the program, if any. Idempotent."""
 
 
 T = TypeVar("T")

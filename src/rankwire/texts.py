@@ -1,9 +1,8 @@
-"""Texts from other ranks: made short enough to be printed, and harmless to a terminal.
+"""Make texts from other ranks short enough to print, and harmless to a terminal.
 
 A text is shortened where it is made, and again where it is received, since a peer may send
 anything. The beginning and the end are kept: a traceback has its origin and its error there.
-Control characters become escapes, because a terminal would obey them. All in linear time;
-repeating changes nothing.
+Control characters become escapes. All in linear time; repeating changes nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 From the user's call down: ``operations``, ``objects`` and ``coalesced`` check arguments and return
 the steps; ``sequence`` numbers the operations and runs each (``operation``) in the caller's thread
 or in the ``background``; the steps call ``selection``, which chooses an algorithm; ``algorithms``
-(messages), ``slot_algorithms`` (shared memory) and ``host_algorithms`` (both) see only the rank,
-size, send and receive of an ``exchange``. May import backends and what is below; must not know a
-concrete backend. CONTRIBUTING.md says how to add one.
+(messages), ``slot_algorithms`` (shared memory) and ``host_algorithms`` (both) see only an
+``exchange``. May import backends and what is below; must not know a concrete backend.
+CONTRIBUTING.md says how to add one.
 """

@@ -1,9 +1,9 @@
 """Algorithms: the steps of each operation over messages, given rank, size, send and receive.
 
-Arrays are flat and contiguous here. An algorithm writes to the user's memory only after it has
-heard from all ranks, or has met them. Reductions are in rank order unless a function says
-otherwise. Each element is computed once, or in the same way on all ranks, so results are equal bit
-for bit. ``docs/collective-algorithms.md`` lists the steps and bytes of each.
+Arrays are flat and contiguous. An algorithm writes to the user's memory only after it has received
+from all ranks, or has met them. Reductions are in rank order unless a function says otherwise. Each
+element is computed once, or in the same way on all ranks, so results are equal bit for bit.
+``docs/collective-algorithms.md`` lists the steps and bytes of each.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ def pad(array: Array, count: int) -> Array:
 
 
 def meet(x: Exchange) -> None:
-    """Wait for all ranks, in log2(N) rounds of one empty message each.
-
-    Dissemination (Hensgen, Finkel, Manber 1988).
-    """
+    """Wait for all ranks, in log2(N) rounds (dissemination: Hensgen, Finkel, Manber 1988)."""
     distance, step = 1, _MEET
     while distance < x.size:
         x.send_buffers((x.rank + distance) % x.size, step, (), 0)
@@ -103,10 +100,7 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
 def all_gather_directly(
     x: Exchange, own: Array, parts: Sequence[Array], *, has_met: bool = False
 ) -> None:
-    """Fill the parts of all ranks: each rank sends its own to every other one.
-
-    ``has_met`` says that all ranks are known to be in the operation.
-    """
+    """Fill the parts of all ranks: each rank sends its own to every other one."""
     step = _SPREAD if has_met else _GATHER
     arriving = _expect_much(x, step, parts)
     if not has_met:
@@ -200,7 +194,6 @@ def broadcast_directly(x: Exchange, array: Array, root: int) -> None:
 
 
 def _receive_after_meeting(x: Exchange, src: int | None, array: Array) -> None:
-    """Meet, and receive what ``src`` sends as soon as it has met."""
     if src is None:
         meet(x)
     elif array.nbytes < _MUCH:

@@ -7,8 +7,8 @@ worker polls at intervals of 0.1 to 1 ms and runs operations older than 0.1 ms, 
 would cost the waiting thread 40 us. It is woken again after it has found such an operation, or
 nothing new several times.
 
-An interrupt may fall anywhere into a waiting thread. The thread then gives up the role, and the
-worker, which no interrupt reaches, ends the operation that it had begun.
+After an interrupt a waiting thread gives up the role, and the worker, which no interrupt reaches,
+ends the operation that it had begun.
 
 Lock: ``_lock`` guards the queue, the role and the worker's sleep; no other lock is taken under it.
 """
@@ -35,8 +35,6 @@ class Task:
     """One operation in the background. Used by the runner.
 
     Attributes:
-        has_begun: Whether a thread has begun to run it.
-        is_over: Whether it has ended.
         interrupt: The exception that made its runner leave before the end.
     """
 
@@ -113,7 +111,7 @@ class _Visit:
 
 
 class _Polls:
-    """How often and how long a worker without work polls. Used under the lock of its background.
+    """Counts the polls of a worker without work. Used under the lock of its background.
 
     Attributes:
         left: How many polls without a new task are left until it sleeps until it is woken.
@@ -142,7 +140,6 @@ class _Polls:
         return False
 
     def pause(self) -> float:
-        """Return the seconds until the next poll."""
         return self._nap if self.left else self._idle.sleep_limit()
 
 
@@ -293,7 +290,6 @@ class Background:
         return self._queue[0] if self._queue and self._runner is None else None
 
     def _sleep(self, worker: runtime.Lock, seconds: float) -> bool:
-        """Sleep until woken or the time is over; return whether the worker was woken."""
         if self.clock.acquire(worker, True, seconds):
             return True
         with self._lock:

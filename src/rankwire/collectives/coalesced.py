@@ -171,7 +171,6 @@ def _run(
     move: Callable[[Exchange, list[int], list[Array]], None],
     x: Exchange,
 ) -> list[Any]:
-    """Call ``move`` with the indices and the results of each bundle; return all results."""
     if not bundles:
         selection.meet(x)
     for part, indices in enumerate(bundles):
@@ -185,7 +184,6 @@ def _run(
 
 
 def _hand_out(joined: Array, flats: Sequence[Array]) -> None:
-    """Copy the parts of a joined result to their places."""
     for flat, part in zip(flats, cut(joined, [flat.size for flat in flats]), strict=True):
         if flat is not joined:
             flat[...] = part

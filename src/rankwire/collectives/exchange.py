@@ -1,8 +1,8 @@
-"""Exchange: the messages of one operation on one rank.
+"""Exchange: the messages of one operation on one rank; all that an algorithm sees.
 
-It is all that an algorithm sees: rank, size, send and receive. It adds the operation's envelope to
-every message and lends large ones. While it waits it calls ``look`` now and then, with which the
-``operation`` checks for failures of other ranks. Used by one thread.
+It adds the operation's envelope to every message and lends large ones. While it waits it calls
+``look`` at intervals, with which the ``operation`` checks for failures of other ranks. Used by one
+thread.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Array = np.ndarray[Any, Any]
 LOOK_EVERY = 0.05
 # It reports at the first look. The answer comes within 2 ms, so the next looks are sooner.
 _LOOK_FOR_ANSWER = 0.01
-# For each so many ranks it waits 50 ms, at most half a second: many ranks rarely have a core each,
-# and an operation that succeeds should not be reported.
+# Each so many ranks add 50 ms, at most half a second: many ranks rarely have a core each, and an
+# operation that succeeds should not be reported.
 _MANY = 32
 _LONGEST_LOOK = 0.5
 # Seconds in shared memory after which a rank with posted receives reads messages.
@@ -52,9 +52,8 @@ _CHANNEL = int(Channel.COLLECTIVE)  # the lookup of an enum member takes 0.1 us
 
 _local = runtime.local()
 
-# A tag has 48 bits hashed from the operation's description, its number and its epoch (the number
-# after the last failure), and 16 bits for the step. So messages of different operations never
-# match.
+# A tag has 48 bits hashed from the operation's description, number and epoch, and 16 bits for the
+# step. So messages of different operations never match.
 _DIGEST_NBYTES = 6
 _DIGEST_MASK = (1 << 8 * _DIGEST_NBYTES) - 1
 _STEP_BITS = 16
@@ -110,12 +109,9 @@ class Exchange(ABC):
     """Send and receive, for one operation.
 
     Attributes:
-        rank: This rank.
-        size: The number of ranks.
         tag: The tag of step 0.
         shared: The slots that all ranks share, if they do.
         hosts: The hosts of the ranks, if there are several and each has slots.
-        deadline: The deadline of the operation.
         offers: Sent messages whose memory must not change yet, with their receivers.
         expected: Posted receives.
     """
@@ -150,7 +146,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def look(self, src: int) -> None:
-        """Raise if the operation cannot succeed. Called now and then while this rank waits."""
+        """Raise if the operation cannot succeed. Called at intervals while this rank waits."""
 
     @abstractmethod
     def too_late(self, src: int) -> DeadlineExceededError:
@@ -223,7 +219,7 @@ class Exchange(ABC):
         return self._next_look
 
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
-        """Sleep where no message wakes this rank, and read messages now and then.
+        """Sleep where no message wakes this rank, and read messages at intervals.
 
         ``sleeps_until`` sleeps until a deadline, and returns False then or if there is news.
         Returns its result, or False when it is time to look up.
@@ -362,10 +358,7 @@ def describe(kind: str, *details: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def describe_many(kind: str, *details: Any, each: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    """Return the description of an operation on many arrays, with runs of equal ones counted.
-
-    ``each`` has the dtype and shape of each array.
-    """
+    """Return the description of an operation on many arrays, with runs of equal ones counted."""
     counted = ((words, len(list(same))) for words, same in groupby(f"{d} {s}" for d, s in each))
     text = ", ".join(words if count == 1 else f"{count} x {words}" for words, count in counted)
     if len(text) > _MOST_WORDS:

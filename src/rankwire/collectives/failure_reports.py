@@ -1,7 +1,7 @@
-"""Failure reports: what the ranks of a group tell each other, through the coordinator.
+"""Failure reports: what the ranks of a group report to each other, through the coordinator.
 
-``FailureReports`` has what other ranks report of the group's operations. ``failure_notice`` makes
-the report of a rank's error, and ``error_of`` the error that the other ranks raise.
+``FailureReports`` keeps the reports of other ranks. ``failure_notice`` makes the report of a rank's
+error, and ``error_of`` the error that the other ranks raise.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ _MOST_OVER = 64  # failed operations whose tags are kept
 
 
 class FailureReports:
-    """What other ranks report of a group's operations. The base of ``OperationSequence``.
+    """The reports of other ranks on a group's operations. The base of ``OperationSequence``.
 
     ``_lock`` guards it together with the numbers and turns of the sequence.
 
     Attributes:
-        backend: The group.
-        others: All ranks of the group but this one.
         epoch: The number after the last operation that failed here.
         turn: The number of the operation that may run.
         failures: The first report of each recent failure on another rank, by the operation's
@@ -60,7 +58,7 @@ class FailureReports:
         self._roll.report(replace(notice, members=self._members))
 
     def hear(self) -> None:
-        """Process what the coordinator has told; raise if a rank of the group is lost."""
+        """Process the coordinator's notices; raise if a rank of the group is lost."""
         backend = self.backend
         if backend.group in self._roll.untaken:
             for notice in self._roll.take(backend.group):
@@ -97,7 +95,6 @@ class FailureReports:
             self.backend.refuse((self.backend.group, Channel.COLLECTIVE, tag))
 
     def _tags_of(self, notice: Notice) -> set[int]:
-        """Return the tags under which other ranks send for an operation, as a notice tells."""
         if notice.state in ("missing", "refused"):
             return set()
         descriptions = {notice.description, *notice.descriptions}
@@ -142,7 +139,6 @@ class FailureReports:
             self._keep(self.failures.pop(sequence))
 
     def _keep(self, notice: Notice) -> None:
-        """Keep the report of a failure until that operation is settled here."""
         if not self._is_settled(notice.sequence):
             self.failures.setdefault(notice.sequence, notice)
         elif notice.state == "left" and self._ranks[notice.src] == notice.culprit:
@@ -150,7 +146,7 @@ class FailureReports:
             self.failures[self.turn] = replace(notice, sequence=self.turn)
 
     def missing_at(self, sequence: int) -> list[int] | None:
-        """Return the ranks that have not reached an operation, if the coordinator has told."""
+        """Return the ranks that have not reached an operation, if the coordinator has answered."""
         with self._lock:
             number, ranks = self._missing
         return None if number != sequence else [rank for rank in ranks if rank in self.others]

@@ -139,10 +139,7 @@ def reduce_scatter(
 
 
 def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytearray] | None:
-    """Return the bytes of all ranks; None if they exceed ``most`` or do not fit into a slot.
-
-    The leaders first exchange the sizes, so all ranks decide alike.
-    """
+    """Return the bytes of all ranks; None on all if they exceed ``most`` or a slot."""
     inside, slots = hosts.inside(x), _slots(hosts)
     rows = slots.put_buffers(inside, *message)
     slots.meet(inside)
@@ -181,7 +178,6 @@ def _all_sizes(across: SubExchange, hosts: Hosts, sizes: list[int]) -> Array:
 
 
 def _split_by_rank(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
-    """Return the bytes of each rank that ``spread`` has put into a slot."""
     sizes = whole[: 8 * size].view(np.int64).tolist()
     ranks = [rank for group in hosts.groups for rank in group]
     found = [bytearray()] * size
@@ -205,8 +201,8 @@ def _lead_to(
 ) -> tuple[SubExchange, SubExchange | None, int, int]:
     """Return the exchanges of an operation with a root, which leads its host.
 
-    They are the exchange among the ranks of this host; the one among the leaders, if this rank is
-    one; the root's rank in the latter; and the rank of this host's leader in the former.
+    They are the exchange inside this host; the one across leaders, if this rank is one; the root's
+    rank in the latter; and the rank of this host's leader in the former.
     """
     leaders = hosts.leaders(root)
     place = hosts.groups[hosts.here].index(leaders[hosts.here])
@@ -215,7 +211,6 @@ def _lead_to(
 
 
 def _publish_and_meet(inside: SubExchange, slots: SharedSlots) -> None:
-    """Publish this rank's slot to the other ranks of this host, and wait for theirs."""
     slots.publish(inside, 0)
     slots.meet(inside)
 
@@ -228,7 +223,6 @@ def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _fold_parts(rows: list[list[Array]], ranks: list[int], r: Reduction) -> Array:
-    """Return the parts of some ranks, reduced over all rows and joined."""
     counts = [rows[0][rank].size for rank in ranks]
     total = np.empty(sum(counts), r.dtype)
     for rank, part in zip(ranks, cut(total, counts), strict=True):

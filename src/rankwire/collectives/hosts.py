@@ -1,8 +1,7 @@
 """Hosts: which ranks of a group are on which host, and exchanges among some of its ranks.
 
 One rank per host, the *leader*, exchanges messages with the leaders of other hosts: the lowest rank
-of the host, or the root of an operation. All ranks see the hosts in the order of their lowest
-ranks.
+of the host, or the root of an operation. Hosts are in the order of their lowest ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class SubExchange(Exchange):
     """An exchange among some ranks of an operation, numbered from 0 as algorithms expect.
 
     Every call goes to the operation's own exchange with group ranks, so errors name group ranks.
-    The ranks share slots if they are those of one host.
     """
 
     __slots__ = ("_ranks", "_whole")

@@ -150,7 +150,6 @@ def _share(x: Exchange, message: Message, dsts: Sequence[int]) -> list[bytearray
 
 
 def _receive_value(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
-    """Return the value of a rank, from its payload if that is here, else from its message."""
     payload = whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src]
     return codec.decode(payload, peer=src)
 

@@ -27,7 +27,6 @@ class Operand:
     Attributes:
         value: What the user passed.
         array: An array on its memory; of integers if numpy does not have the dtype.
-        has_gaps: Whether the elements are not contiguous in C order.
         is_opaque: Whether the elements can be moved but not reduced.
     """
 

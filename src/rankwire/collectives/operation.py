@@ -1,8 +1,8 @@
 """Operation: one collective on one rank, from its turn to its end.
 
-It runs the steps, looks for failures of other ranks while they wait, and reports its own errors to
-the coordinator, which tells the other ranks. Numbers, turns and received notices belong to
-``sequence``. Used by the thread that runs the operation.
+It runs the steps, checks for failures of other ranks while they wait, and reports its own errors to
+the coordinator. Numbers, turns and received notices belong to ``sequence``. Used by the thread that
+runs the operation.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ class Operation(Exchange):
     """One operation on one rank.
 
     Attributes:
-        description: The same words on all ranks.
+        description: The same text on all ranks.
         sequence: Its number in the group; None before it has one.
         has_begun: Whether its arguments are valid.
-        has_succeeded: Whether it has ended without an error.
     """
 
     __slots__ = (
@@ -161,7 +160,7 @@ class Operation(Exchange):
         return error if self.has_succeeded else self.failed(error)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks unless they know; return the error to raise. Safe to repeat."""
+        """Notify the other ranks unless they know; return the error to raise. Safe to repeat."""
         operations, backend = self._operations, self._operations.backend
         self.revoke()
         if isinstance(error, MessageWithdrawnError):
@@ -183,7 +182,6 @@ class Operation(Exchange):
         return error
 
     def _why_revoked(self) -> RankwireError:
-        """Return why another rank has withdrawn the memory that this one was reading."""
         told = self._told_within(_CAUSE_PATIENCE)
         if told is not None:
             return told
@@ -192,8 +190,8 @@ class Operation(Exchange):
     def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
         """Return the failure that made a rank leave, if a rank has reported one.
 
-        The rank itself or another one may report it; this rank waits once for that. If a rank
-        leaves after a failed operation, that failure explains all operations queued behind it.
+        This rank waits once for that report. If a rank leaves after a failed operation, that
+        failure explains all operations queued behind it.
         """
         operations = self._operations
         first = operations.first_failure(self._number)
@@ -278,7 +276,6 @@ class Operation(Exchange):
         return error
 
     def _await_answer(self) -> list[int] | None:
-        """Return the missing ranks, if the coordinator was asked and answers in time."""
         patience = Deadline(_ANSWER_PATIENCE, self.deadline.clock)
         while True:
             with suppress(PeerLostError):

@@ -1,12 +1,11 @@
 """Scatter messages: the part that a root scatters to a rank, as a message that describes itself.
 
-Ranks other than the root need not know what they will get. Layout, little-endian::
+Other ranks need not know what they will get. Layout, little-endian::
 
-    u32 length of the description | description | padding
+    u32 length of the description | description | padding | elements, from a multiple of 64 on
 
-and then the elements, from a multiple of 64 on. The description is a msgpack array of whether it is
-a tensor, the dtype and the shape. Elements of any torch dtype are sent as bytes. A receiver checks
-the description before it allocates memory.
+The description is a msgpack array of whether it is a tensor, the dtype and the shape. Elements of
+any torch dtype are sent as bytes. A receiver checks the description before it allocates memory.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ def _unpack_part(payload: Payload, out: Operand | None) -> Any:
 
 
 def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
-    """Return the description in a message, and where the elements begin."""
     if isinstance(payload, bytearray):
         beginning = payload
     else:
@@ -118,7 +116,6 @@ def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
 
 
 def _allocate(part: ScatteredPart, nbytes: int) -> Operand:
-    """Return new memory for what a message describes, if it has ``nbytes`` of elements."""
     try:
         if part.is_tensor:
             torch = importlib.import_module("torch")

@@ -171,8 +171,8 @@ def all_to_all_parts(
 ) -> None:
     """Send part i to rank i, once all ranks have agreed on all sizes.
 
-    ``table`` has the sizes that this rank sends and expects. ``check`` takes the tables of all
-    ranks; it returns how many bytes each sends to each, or raises.
+    ``table`` has the sizes that this rank sends and expects. ``check`` returns how many bytes each
+    rank sends to each, from all tables, or raises.
     """
     if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
         found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)
@@ -222,5 +222,4 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
 
 
 def _passes(x: Exchange, hosts: Hosts, nbytes: int) -> bool:
-    """Whether the slots of each host can carry so many bytes of all ranks, if in pieces."""
     return nbytes <= hosts.slot_nbytes or hosts.slot_nbytes // x.size >= LEAST_PIECE

@@ -2,10 +2,9 @@
 
 Operations run one at a time in the order of their numbers, in any thread, so messages sent early
 for a later one cannot block an earlier one. A successful operation sends only its own messages. A
-rank that has waited for 50 ms reports its operation to the coordinator, then looks every 50 ms for
-what the coordinator tells (``rendezvous.roll``): which ranks are missing, or that a rank has failed
-or is in another operation. A call with invalid arguments gets a number as well, because the other
-ranks have called it too.
+rank that has waited for 50 ms reports its operation to the coordinator, then checks every 50 ms for
+notices (``rendezvous.roll``): ranks are missing, have failed or are in another operation. A call
+with invalid arguments gets a number as well, because the other ranks have called it too.
 
 A rank may learn of a failure after it has completed its own part. The ranks that know use a later
 *epoch*, and messages of different epochs do not match, so the next operation fails on all ranks.
@@ -212,8 +211,7 @@ def collective(
 ) -> Callable[Concatenate[Backend, P], Any]:
     """Make a collective of a function that checks its arguments and returns a plan.
 
-    The function declares ``async_op`` and ``timeout``, keywords that ``OperationSequence.call``
-    reads: it runs the steps in the background, or in this thread until the timeout.
+    The function declares the keywords ``async_op`` and ``timeout`` for ``OperationSequence.call``.
     """
     name = prepare.__name__
 

@@ -153,8 +153,7 @@ def all_to_all_parts(
 ) -> list[Array] | None:
     """Publish this rank's table and parts; return each rank's bytes, None if some do not fit.
 
-    ``check`` takes the tables of all ranks; it returns how many bytes each sends to each, or
-    raises.
+    ``check`` returns how many bytes each rank sends to each, from all tables, or raises.
     """
     others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # without this rank's own part
     head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in others)
@@ -198,10 +197,7 @@ def spread(x: Exchange, shared: SharedSlots, message: Message) -> list[bytearray
 def distribute(
     x: Exchange, shared: SharedSlots, messages: Sequence[Message]
 ) -> list[bytearray] | None:
-    """Return what each rank has for this one; None if the messages of some rank do not fit.
-
-    ``messages`` has one for each rank, or is empty if this rank sends nothing.
-    """
+    """Return what each rank has for this one; None if the messages of some rank do not fit."""
     ends = np.cumsum([nbytes for _, nbytes in messages], dtype=np.int64)
     buffers: list[Buffer] = [ends.tobytes()]
     for pieces, _ in messages:
@@ -215,7 +211,6 @@ def distribute(
 
 
 def _part_of(slot: Array, rank: int, size: int) -> bytearray:
-    """Return the bytes for one rank from a slot that ``distribute`` has filled."""
     head = 8 * size
     if slot.size < head:
         return bytearray()

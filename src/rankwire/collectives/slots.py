@@ -3,7 +3,7 @@
 The first operation of a group, and the first after a failure, agree on a new segment
 (``wire.segment``), whatever an interrupted rank has left in the old one. Then every rank writes its
 slot and waits until all others have published theirs under the same tag. In a group over several
-hosts each host has a segment, and either all hosts use theirs or none does.
+hosts either all hosts use their segments or none does.
 
 Used by the thread whose operation has its turn.
 """
@@ -167,7 +167,7 @@ class SharedSlots:
         return views[segment.step & 1]
 
     def publish(self, x: Exchange, nbytes: int) -> None:
-        """Tell the other ranks that this rank's slot is complete."""
+        """Notify the other ranks that this rank's slot is complete."""
         self._segment.publish(x.tag, nbytes)
         self._segment.wake_others()
 

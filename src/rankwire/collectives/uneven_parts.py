@@ -1,8 +1,8 @@
 """Collectives on parts of different sizes: lists of one array per rank, and all_to_all by counts.
 
 In ``all_gather`` and ``reduce_scatter`` the description contains all dtypes and shapes. In
-``all_to_all`` a rank knows only what it sends and expects, so all ranks first exchange tables of
-that. Either way all ranks find a disagreement before any element is written.
+``all_to_all`` all ranks first exchange tables of what they send and expect. Either way all ranks
+find a disagreement before any element is written.
 
 Each function checks its arguments and returns the operation's description and its steps.
 """

@@ -32,11 +32,9 @@ class _Group(Protocol):
 
     clock: Clock
 
-    def help(self, number: int, limit: Deadline | None) -> None:
-        """Run the operations up to a number here, unless another thread does."""
+    def help(self, number: int, limit: Deadline | None) -> None: ...
 
-    def call_back(self, work: Work[Any]) -> None:
-        """Run the callbacks of a finished work."""
+    def call_back(self, work: Work[Any]) -> None: ...
 
 
 class Work(PublicDir, Future[T]):
@@ -99,7 +97,6 @@ class Work(PublicDir, Future[T]):
         return self._state == _FINISHED
 
     def _await(self, timeout: float | None) -> None:
-        """Run the operation or wait for it, by the world's clock and not by that of ``Future``."""
         if self._state == _FINISHED:
             return
         clock = self._group.clock

@@ -1,5 +1,4 @@
-"""What a rank does, and why it failed: status, stacks, tracebacks, blame.
+"""Report what a rank does, and why it failed: status, stacks, tracebacks, blame.
 
-It may import ``wire`` and the top-level modules. It works on values that it is given, knows no
-connections or backends, and never waits.
+May import ``wire`` and the top-level modules. Knows no connections or backends, and never waits.
 """

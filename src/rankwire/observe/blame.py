@@ -91,10 +91,8 @@ class Losses:
     ) -> RankwireError:
         """Record a lost peer, and return its error with the root cause added.
 
-        Args:
-            error: How this rank noticed, or was told, that the peer is gone.
-            cause: The rank that the peer reported as the cause of its failure.
-            is_told: Whether a coordinator could have reported the cause.
+        ``cause`` is the rank that the peer reported as the cause of its failure. ``is_told`` says
+        whether a coordinator could have reported it.
         """
         peer, first = error.peer, self._first()
         if peer is None or error.root is not None:
@@ -115,7 +113,6 @@ class Losses:
     def _consequence(
         self, error: PeerLostError, peer: int, root: int, *, is_told: bool
     ) -> RankwireError:
-        """Return the error of a peer that failed because of another rank."""
         begin = self._known.get(root)
         if begin is None:  # only the peer says so: that rank is alive, or left in an orderly way
             blaming = _blaming(error, root, error.reason)
@@ -144,7 +141,6 @@ def _after(first: _Loss | None, peer: int) -> str:
 def _blaming(
     error: RankwireError, root: int, text: str, traceback: str | None = None
 ) -> RankwireError:
-    """Return a copy of an error with another root and text."""
     twin = error.copy()
     twin.root = root
     twin.message = text
@@ -187,7 +183,6 @@ def describe_failure(
 
 
 def _waited_for(error: BaseException) -> list[int]:
-    """Return the world ranks that a timed-out operation waited for."""
     late = (link for link in chain(error) if isinstance(link, DeadlineExceededError))
     return next((link.culprits for link in late), [])
 

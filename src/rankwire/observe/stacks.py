@@ -1,9 +1,8 @@
 """Show what the threads of this process are doing, to explain a hang.
 
-The stacks are read while the threads run. ``stacks`` shows the frames of the user's program and
-folds those of rankwire and the standard library; ``places`` shows the innermost line of each
-thread. The name of the function being called tells whether a thread waits (``acquire``: for a
-lock), so the thread pays nothing.
+``stacks`` shows the frames of the user's program and folds those of rankwire and the standard
+library; ``places`` shows the innermost line of each thread. The name of the function being called
+says whether a thread waits (``acquire``: for a lock), so the thread pays nothing.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ def is_users(path: str) -> bool:
 def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) -> str:
     """Return the stacks of this process's threads, each under its name, the main thread first.
 
-    Args:
-        only: The identifiers of the threads to show; by default all that run the user's program.
-        but: The identifiers of threads to leave out.
+    ``only`` and ``but`` are identifiers of threads to show, by default all that run the user's
+    program, and to leave out.
     """
     parts: list[str] = []
     hidden = 0
@@ -85,11 +83,7 @@ def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) ->
 
 
 def places(*, only: Collection[str] | None = None) -> list[str]:
-    """Return where each thread is in the user's program, the main thread first.
-
-    Args:
-        only: The names of the threads to include; by default all.
-    """
+    """Return where each thread, or each with these names, is in the user's program."""
     found = []
     for thread, frame in _threads():
         if (only is None or thread.name in only) and (place := _place(frame)):
@@ -127,18 +121,17 @@ def methods_entered(methods: Collection[CodeType]) -> list[object]:
 
 
 def _threads() -> list[tuple[runtime.Thread, FrameType]]:
-    """Return the threads with their innermost frames, the main thread first."""
     frames = _frames()
     threads = sorted(runtime.list_threads(), key=lambda each: each is not _MAIN)
     return [(each, frames[each.ident]) for each in threads if each.ident in frames]
 
 
 def _frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, by its identifier.
+    """Return the innermost frame of each thread, with the garbage collector off.
 
     ``_current_frames`` holds the interpreter's lock of the thread list. If a garbage collection ran
     Python code inside it, another thread could take the interpreter lock, start or end a thread,
-    and wait for the list: a deadlock. So the collector is off meanwhile.
+    and wait for the list: a deadlock.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -200,7 +193,6 @@ def _doing(frame: FrameType) -> str:
 
 
 def _called(source: str) -> str:
-    """Return the name of the function in the last call of an expression."""
     depth = 0
     for place in range(len(source) - 1, -1, -1):
         depth += {")": 1, "(": -1}.get(source[place], 0)

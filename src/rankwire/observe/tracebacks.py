@@ -87,7 +87,6 @@ def brief(error: BaseException, rank: int = -1) -> str:
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """Return the leaf exceptions of an exception group; of any other error, the error."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [member for each in error.exceptions for member in _members(each)]
@@ -115,7 +114,6 @@ def _without_remote_tracebacks(error: BaseException) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line of the user's program in the error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)] or frames
     if not own:
