@@ -1,7 +1,6 @@
-"""The state of one start of a job's ranks: what to do when a rank fails, and which one to blame.
+"""Decide what to do when a rank of a job fails, and which rank to blame.
 
 The job reports events to an ``Attempt`` and asks it for conclusions; it prints and stops nothing.
-A rank that keeps failing restarts after ever longer pauses, and at most ``limit`` times.
 
 Processes do not end in the order in which they failed: a rank that raises leaves the world at once,
 and its peers may exit before it does. So the ranks' reports to the coordinator decide which rank
@@ -42,7 +41,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a restart
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed by itself."""
+    """Describe a rank that failed by itself."""
 
     rank: int
     ending: Ending
@@ -87,10 +86,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def blamed(lost: Iterable[Gone]) -> set[int]:
-    """Return the ranks that failed first by the ranks' own reports.
-
-    Not those that were declared lost for silence: they do not end by themselves.
-    """
+    """Return the ranks that failed first by the ranks' own reports, without silent ones."""
     known = list(lost)
     silent = {gone.rank for gone in known if gone.silent}
     fallen = [gone for gone in known if _has_fallen(gone)]
@@ -98,19 +94,15 @@ def blamed(lost: Iterable[Gone]) -> set[int]:
 
 
 def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[Failure]:
-    """Return the failures in the order in which the coordinator lost the ranks.
-
-    Ranks that it never knew come last, in their own order.
-    """
+    """Sort failures as the coordinator lost the ranks; ranks it never knew come last."""
     place = {rank: index for index, rank in enumerate(lost)}
     return sorted(failures, key=lambda failure: place.get(failure.rank, len(place)))
 
 
 def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a rank, a rank that it waited for, one that this waited for, and so on.
+    """Return a rank, a rank that it waited for, and so on, up to one that waits for no other.
 
-    Of several, prefer a rank that did not wait itself: it is the one that held up the others. The
-    chain ends there, or where ranks wait for each other in a circle.
+    Prefer a rank that did not wait itself: it held up the others. A circle ends the chain too.
     """
     found = [rank]
     while others := [other for other in waits.get(found[-1], ()) if other not in found]:
@@ -119,12 +111,10 @@ def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def waiting_circle(chain: Sequence[int], certain: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the ranks at the end of a chain that waited for each other; empty if there are none.
+    """Return the ranks at the end of a chain that waited for each other, if any.
 
-    Args:
-        chain: Each rank waited for the next.
-        certain: The ranks that each rank was blocked on. A chain also follows posted receives and
-            background calls.
+    ``certain`` has the ranks that each rank was blocked on. The chain also follows posted receives
+    and background calls.
     """
     for start, rank in enumerate(chain[:-1]):
         circle = [*chain[start:], rank]
@@ -140,7 +130,6 @@ def excerpt(errors: Sequence[str]) -> list[str]:
 
 
 def _has_fallen(gone: Gone) -> bool:
-    """Whether the rank reported its own failure."""
     return gone.exit_code is not None
 
 
@@ -193,30 +182,18 @@ class Restarts:
 
 
 class Attempt:
-    """What is known about one start of the ranks. For one thread.
-
-    Attributes:
-        ended: How each rank ended, and whether by itself.
-        present: The members of the formed world.
-        suspected: Members that have been silent for a while.
-        began: A cause of failures that is not the failure of a rank.
-        is_stopping: Whether ranks were asked to end.
-        has_said_left: Whether the reporter said that only unresponsive ranks are left.
-        doing: What ranks reported to be doing while others waited for them.
-    """
+    """Record what is known about one start of the ranks. For one thread."""
 
     def __init__(self) -> None:
-        self.ended: dict[int, tuple[Ending, bool]] = {}
-        self.present: set[int] = set()
-        self.suspected: set[int] = set()
-        self.began = ""
-        self.is_stopping = False
-        self.has_said_left = False
+        self.ended: dict[int, tuple[Ending, bool]] = {}  # and whether by itself
+        self.present: set[int] = set()  # members of the formed world
+        self.suspected: set[int] = set()  # members that have been silent for a while
+        self.began = ""  # a cause of failures that is not the failure of a rank
+        self.is_stopping = False  # ranks were asked to end
+        self.has_said_left = False  # that only unresponsive ranks are left
         self.doing: dict[int, Doing] = {}
         self._lost: dict[int, Gone] = {}
-        self._fell: set[int] = (
-            set()
-        )  # ranks with an error of their own, before any was asked to end
+        self._fell: set[int] = set()  # with an error of their own, before any was asked to end
         self._stop_at = math.inf
 
     def rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
@@ -243,10 +220,7 @@ class Attempt:
         self.doing[rank] = doing
 
     def hold_up(self, failures: list[Failure]) -> list[int]:
-        """Return the chain of waiting ranks, from the one that failed first.
-
-        The last one held up the others. The chain has one element if the first did not wait.
-        """
+        """Return the chain of waiting ranks; the last one held up the one that failed first."""
         waits = {rank: doing.waits_for for rank, doing in self.doing.items()}
         return waiting_chain(first_failure(failures).rank, waits | self._waited_in_vain())
 

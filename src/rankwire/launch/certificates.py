@@ -1,8 +1,8 @@
-"""The certificates of one job, in a folder, signed by an authority that exists only in memory.
+"""Make the certificates of one job, signed by an authority that exists only in memory.
 
-The authority's private key is never written and is gone when ``make_certificates`` returns, so no
-further certificate for the job can be made. ``transports.security`` defines the layout of the
-folder. Needs the extra ``rankwire[tls]``: importing this module without it raises.
+The authority's private key is never written, so no further certificate for the job can be made.
+``transports.security`` defines the layout of the folder. Importing this module without the extra
+``rankwire[tls]`` raises.
 """
 
 from __future__ import annotations
@@ -87,11 +87,9 @@ class _Authority:
         self._certificate = builder.sign(self._key, hashes.SHA256())
 
     def certificate_pem(self) -> bytes:
-        """Return the authority's own certificate."""
         return self._certificate.public_bytes(Encoding.PEM)
 
     def issue(self, name: str) -> tuple[bytes, bytes]:
-        """Return a new certificate for ``name`` and its private key, both as PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         constraints = x509.BasicConstraints(ca=False, path_length=None)
         # Every rank dials and listens; so do launchers, of which node 0's listens.

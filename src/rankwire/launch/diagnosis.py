@@ -24,55 +24,35 @@ _Value = TypeVar("_Value")
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Facts about one rank; 0 or empty if unknown.
-
-    Attributes:
-        boot: Equal for ranks that share a kernel.
-        net_namespace: Equal for ranks of one kernel that share a network.
-        pid_namespace: Equal for ranks of one kernel that share process ids.
-        spins: Whether a waiting thread polls before it sleeps, on its own core.
-        why_nothing_shared: Why collectives cannot use shared memory; empty if they can.
-        somaxconn: The limit of connections in a listening socket's backlog.
-        ptrace_scope: Yama's setting; -1 if the kernel has none.
-        has_seccomp: Whether its system calls are filtered.
-        mtu: The MTU of the default route's interface.
-    """
+    """Hold facts about one rank; 0 or empty if unknown."""
 
     rank: int
     host: str = ""
-    boot: str = ""
+    boot: str = ""  # equal for ranks that share a kernel
     net_namespace: int = 0
     pid_namespace: int = 0
     cores: int = 0
-    spins: bool = True
-    why_nothing_shared: str = ""
+    spins: bool = True  # a waiting thread polls before it sleeps, on its own core
+    why_nothing_shared: str = ""  # empty if collectives can use shared memory
     max_descriptors: int = 0
     somaxconn: int = 0
-    ptrace_scope: int = -1
-    has_seccomp: bool = False
-    mtu: int = 0
+    ptrace_scope: int = -1  # Yama's setting; -1 if the kernel has none
+    has_seccomp: bool = False  # its system calls are filtered
+    mtu: int = 0  # of the default route's interface
     version: str = ""
     python: str = ""
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """How one rank reaches another.
-
-    Attributes:
-        transport: ``"unix"`` or ``"tcp"``; empty if ``dst`` is unreachable.
-        single_copy: Whether large messages are read from the sender's memory.
-        why_not: Why not, or why ``dst`` is unreachable.
-        latency: The median of small round trips, in seconds.
-        bandwidth: Bytes a second of large messages.
-    """
+    """Hold the measurements from one rank to another."""
 
     src: int
     dst: int
-    transport: str = ""
-    single_copy: bool = False
-    why_not: str = ""
-    latency: float = 0.0
-    bandwidth: float = 0.0
+    transport: str = ""  # "unix" or "tcp"; empty if dst is unreachable
+    single_copy: bool = False  # large messages are read from the sender's memory
+    why_not: str = ""  # why no single copy, or why dst is unreachable
+    latency: float = 0.0  # the median of small round trips, in seconds
+    bandwidth: float = 0.0  # bytes a second of large messages
 
     @property
     def kind(self) -> str:
@@ -81,7 +61,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Something to change."""
+    """Describe something to change."""
 
     is_bad: bool  # whether the world does not work without the change; else it is slower
     what: str
@@ -89,7 +69,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The results of an examination."""
+    """Hold the results of an examination."""
 
     facts: list[Facts]
     cells: list[Cell]

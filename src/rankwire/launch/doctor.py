@@ -48,7 +48,7 @@ _WIDEST = 12
 
 
 class _Order(msgspec.Struct):
-    """An order of rank 0: measure with this peer, as the first of the two or not; None ends."""
+    """Order a rank to measure with a peer; None ends."""
 
     peer: int | None
     is_first: bool = False
@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]:
-    """As rank 0: have every pair measure, and return the results of all ranks."""
     facts, cells = [_facts(backend)], []
     say = _progress()
     reached = [0]
@@ -107,7 +106,6 @@ def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]
 
 
 def _obey(backend: TcpBackend, nbytes: int) -> None:
-    """As another rank: measure on the orders of rank 0."""
     has_told_facts = False
     while True:
         data = backend.recv(0, _ORDER, timeout=3600.0)
@@ -222,7 +220,6 @@ def _read(path: str) -> str:
 
 
 def _progress() -> Callable[[str], None]:
-    """Return a function that prints progress at most once a second."""
     last = REAL_TIME.now()
 
     def say(text: str) -> None:

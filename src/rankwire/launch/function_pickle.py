@@ -1,9 +1,8 @@
 """Pickle functions, arguments and results between a starter and its rank processes.
 
-Another process cannot import a function of a notebook, a script or a prompt, which lives in
-``__main__``. So cloudpickle sends it by value: its code, its closure and the globals that it names.
-In the process its globals are the ``__main__`` there, updated with those it named, so one cell can
-use what another has set. Importable objects are pickled by name.
+Another process cannot import a function of a notebook, script or prompt, which lives in
+``__main__``. So cloudpickle sends it by value, with its closure and the globals that it names. In
+the rank its globals are the ``__main__`` there, so one cell can use what another has set.
 
 Unpickling runs code. That is safe here and nowhere else: the bytes come over a socket pair that the
 starter made before it started the process, both processes belong to one user, and running the
@@ -27,11 +26,7 @@ _MAIN = "the globals of __main__"
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes.
-
-    Raises:
-        Exception: It cannot be pickled; the type depends on the value's own methods.
-    """
+    """Pickle a value; a user's class may raise any exception."""
     import cloudpickle  # takes 20 ms to import; most programs do not need it
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]
@@ -60,11 +55,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(pickled: bytes) -> Any:
-    """Return the value that ``pack`` was given. Only for bytes from the starter's pipe.
-
-    Raises:
-        Exception: It cannot be unpickled, such as a function of a module that is missing here.
-    """
+    """Unpickle bytes from the starter's pipe, and only those; may raise any exception."""
     value, sources = _Unpacker(io.BytesIO(pickled)).load()
     for name, lines in sources.items():  # mtime None: linecache does not look for a file
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -86,7 +77,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _sources_of(value: Any) -> dict[str, list[str]]:
-    """Return the sources of a function that are not in a file, for tracebacks in the process."""
+    """Return sources that are not in a file, for tracebacks in the rank."""
     function = value[0] if isinstance(value, tuple) and value else value
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):
@@ -96,7 +87,6 @@ def _sources_of(value: Any) -> dict[str, list[str]]:
 
 
 def _codes_of(function: Any, code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the global functions that it names."""
     yield code
     for name in code.co_names:
         named = getattr(function.__globals__.get(name), "__code__", None)
@@ -105,5 +95,4 @@ def _codes_of(function: Any, code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_cell(name: str) -> bool:
-    """Whether a source is known but not in a file, such as a notebook cell."""
     return name in linecache.cache and not os.path.exists(name)

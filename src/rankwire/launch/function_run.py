@@ -87,13 +87,10 @@ class RankOutcome(Generic[T]):
 
 
 def culprit_of(ended: Iterable[RankOutcome[T]]) -> RankOutcome[T] | None:
-    """Return the outcome to blame for a failed run; None if all ranks returned.
+    """Return the outcome to blame, of outcomes in order of arrival; None if all returned.
 
     That is the first failure that is not a consequence of another rank's. A killed rank is blamed
     only if no rank raised by itself.
-
-    Args:
-        ended: The outcomes in order of arrival.
     """
     failed = [outcome for outcome in ended if not outcome.returned]
     own = [outcome for outcome in failed if not is_consequence(outcome.error)]
@@ -107,14 +104,7 @@ def in_rank_order(outcomes: Iterable[RankOutcome[T]]) -> list[RankOutcome[T]]:
 
 
 def values_of(ended: Sequence[RankOutcome[T]]) -> list[T]:
-    """Return the values of all ranks, in rank order.
-
-    Args:
-        ended: The outcomes in order of arrival.
-
-    Raises:
-        RankFailedError: A rank did not return. The error has all outcomes.
-    """
+    """Return the values in rank order, or raise the RankFailedError of the rank to blame."""
     outcomes = in_rank_order(ended)
     culprit = culprit_of(ended)
     if culprit is None:
@@ -130,7 +120,7 @@ class _Text(NamedTuple):
 
 
 class Printer:
-    """Print texts in order. Every method is thread-safe."""
+    """Print texts in order. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = runtime.Condition()
@@ -152,10 +142,7 @@ class Printer:
             self._changed.notify_all()
 
     def print_until(self, is_over: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Print until ``is_over()`` or until the time has passed; return ``is_over()``.
-
-        Texts that arrived by then are printed.
-        """
+        """Print until ``is_over()`` or until the time has passed; return ``is_over()``."""
         end = None if seconds is None else REAL_TIME.now() + seconds
         with self._changed:
             self._waiting += 1
@@ -210,8 +197,7 @@ class Rank(ABC):
     ) -> Future[RankOutcome[Any]]:
         """Start ``function(backend, *args)``; with ``leaves``, leave the world when it ends.
 
-        Raises:
-            ConfigurationError: The rank is still running a function, or this one cannot be sent.
+        Raise ConfigurationError if the rank still runs a function, or this one cannot be sent.
         """
 
     @abstractmethod
@@ -223,7 +209,7 @@ class Rank(ABC):
         """Request the stacks of the rank's threads."""
 
     def _begin(self, name: str) -> Future[RankOutcome[Any]]:
-        """Note that a function starts; the future is done if the rank has ended."""
+        """Return a future for a function that starts; it is done if the rank has ended."""
         running: Future[RankOutcome[Any]] = Future()
         with self._lock:
             if self._running is not None:
@@ -238,7 +224,6 @@ class Rank(ABC):
     def _finish(
         self, outcome: RankOutcome[Any], only: Future[RankOutcome[Any]] | None = None
     ) -> None:
-        """Set the outcome of the running function, or of ``only`` this one, if it has none."""
         with self._lock:
             running = self._running
             if running is None or only not in (None, running):
@@ -248,15 +233,7 @@ class Rank(ABC):
 
 
 class FunctionRun:
-    """Start a function on some ranks and wait for it. For one thread.
-
-    Args:
-        ranks: The ranks to run it on.
-        printer: Prints the ranks' output while this thread waits.
-        function: The function.
-        args: Its arguments after the backend.
-        leaves: Whether a rank leaves its world when the function ends.
-    """
+    """Start a function on some ranks and wait for it. For one thread."""
 
     def __init__(
         self,
@@ -280,16 +257,13 @@ class FunctionRun:
             raise
 
     def finish(self, limit: float, *, together: bool = False) -> list[RankOutcome[Any]]:
-        """Wait for all ranks; return the outcomes in order of arrival.
+        """Wait ``limit`` seconds for all ranks; return the outcomes in order of arrival.
 
-        Args:
-            limit: Seconds for the whole run.
-            together: Whether to interrupt the other ranks soon after one has failed. They may be
-                waiting for it, and it has not left the world, so nothing else wakes them.
+        With ``together``, interrupt the other ranks soon after one has failed. They may be
+        waiting for it, and it has not left the world, so nothing else wakes them.
 
         Raises:
-            RanksStuckError: Ranks did not finish in time. It has their stacks, and they are
-                interrupted.
+            RanksStuckError: Ranks did not finish in time; they are interrupted.
             KeyboardInterrupt: The ranks were interrupted too.
         """
         deadline = Deadline(limit, REAL_TIME)
@@ -318,7 +292,6 @@ class FunctionRun:
         return culprit_of(self.ended) is not None
 
     def _stop(self) -> None:
-        """Interrupt the ranks that still run, and wait a little for them."""
         try:
             if self._interrupt():
                 self._printer.print_until(self._is_over, _INTERRUPT_PATIENCE)

@@ -1,4 +1,4 @@
-"""The ranks of this host: what each inherits, how it gets its secret, and all from start to end.
+"""Start, watch and end the ranks of this host.
 
 States; each leads only downwards until the next ``start``::
 
@@ -9,9 +9,7 @@ States; each leads only downwards until the next ``start``::
     OVER       nothing runs
 
 In RUNNING, a rank that has ended may be restarted alone. If that is allowed, CLEARING begins only
-after the owner calls ``release``, even when all ranks have ended.
-
-The owner decides when to stop, is told of each end, and calls ``look`` after each turn of its loop.
+after the owner calls ``release``. The owner calls ``look`` after each turn of its loop.
 """
 
 from __future__ import annotations
@@ -54,37 +52,18 @@ _KILLING_ROUNDS = 10
 
 @dataclass(frozen=True)
 class JobSettings:
-    """The settings that all ranks of a job share.
+    """Hold the settings that all ranks of a job share."""
 
-    Attributes:
-        size: The number of ranks on all hosts.
-        address: The address of the launcher's coordinator.
-        secret: Each rank gets a key derived from it, not the secret itself.
-        attempt: How many times all ranks were started before.
-        stays: Whether a rank that has ended may be restarted alone.
-    """
-
-    size: int
-    address: str
+    size: int  # ranks on all hosts
+    address: str  # of the launcher's coordinator
     job: str
-    secret: bytes = field(repr=False)
-    attempt: int = 0
-    stays: bool = False
+    secret: bytes = field(repr=False)  # each rank gets a key derived from it
+    attempt: int = 0  # how many times all ranks were started before
+    stays: bool = False  # a rank that has ended may be restarted alone
 
 
 class LaunchedRank(Process):
-    """Start and watch the process of one rank. For one thread.
-
-    Args:
-        rank: Its number.
-        world: The settings that all ranks share.
-        command: The interpreter's arguments.
-        incarnation: How many times this rank was restarted alone.
-        debugged: The rank that is debugged, if any. It has the launcher's terminal.
-        tls_dir: The folder with its certificate, if any.
-        leash: A descriptor to inherit, see ``reaper``.
-        log_file: The log of its output, if any.
-    """
+    """Start and watch the process of one rank, with the terminal if it is debugged."""
 
     def __init__(
         self,
@@ -135,7 +114,7 @@ class LaunchedRank(Process):
             self._terminal.give(self.pid)
 
     def serve(self, selector: runtime.BaseSelector) -> None:
-        """Send it the secret on request; the owner of the selector calls ``key.data()``."""
+        """Send it the secret on request."""
         self._secret.serve(selector, self.pid)
 
     @override
@@ -192,11 +171,7 @@ class HostRanks:
         return self._options.ranks
 
     def start(self, world: JobSettings, first_rank: int) -> None:
-        """Start all ranks, numbered from ``first_rank``.
-
-        Raises:
-            ConfigurationError: A rank cannot be started or has no certificate.
-        """
+        """Start all ranks; raise ConfigurationError if one cannot start or has no certificate."""
         tls_dir = self._options.tls_dir
         if tls_dir is not None:
             for rank in range(first_rank, first_rank + self.count):
@@ -237,11 +212,7 @@ class HostRanks:
             self._loop.output.attach(rank, *child.pipes)
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Restart a rank that has ended, and kill what is left of its process group.
-
-        Raises:
-            ConfigurationError: It cannot be started.
-        """
+        """Restart a rank that has ended, and kill what is left of its process group."""
         if self._phase is not _Phase.RUNNING:
             return
         assert self._world is not None

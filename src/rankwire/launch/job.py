@@ -1,4 +1,4 @@
-"""A job as the launcher of node 0 directs it: gather hosts, start ranks, handle failures, restart.
+"""Direct a job from the launcher of node 0: gather hosts, start ranks, handle failures, restart.
 
 The ranks of each host are a *part*: local ones, or remote ones through the host's launcher. Rules:
 
@@ -7,8 +7,7 @@ The ranks of each host are a *part*: local ones, or remote ones through the host
   job's. If restarts are left, all ranks start again.
 - ``continue``: the other ranks continue, and the job ends when all have ended.
 - ``restart``: the others continue, and the failed rank alone restarts after a pause. When it is out
-  of restarts, its failure ends the job. A rank that was declared lost is killed first; the
-  coordinator admits the new process once the old one has ended.
+  of restarts, its failure ends the job. A rank that was declared lost is killed first.
 - The loss of a launcher ends the job.
 - A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
   one to another, kills on all hosts.
@@ -46,20 +45,15 @@ _ECHO_OF_NODES = 2.0
 
 
 class _Requests:
-    """The signals that asked launchers to end the job.
-
-    Attributes:
-        first: The number of the first signal; None without any.
-        is_impatient: Whether a signal came when no rank was alive.
-    """
+    """Record the signals that asked launchers to end the job."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self.is_impatient = False
+        self.is_impatient = False  # a signal came when no rank was alive
         self._last_node, self._last_at = 0, -math.inf
 
     def add(self, number: int, node: int) -> bool:
-        """Add a signal to the launcher of a node; return False if it is an echo."""
+        """Add a signal; return False if it is an echo."""
         if REAL_TIME.now() - self._last_at < _ECHO_OF_NODES and node != self._last_node:
             return False
         self._last_node, self._last_at = node, REAL_TIME.now()
@@ -68,17 +62,7 @@ class _Requests:
 
 
 class LaunchedJob:
-    """Run a job on all its hosts. For one thread.
-
-    Args:
-        loop: The launcher's loop.
-        local: The ranks of this host.
-        options: The options of the launcher.
-        listener: The bound socket for ranks and other launchers. The job closes it.
-        address: The listener's ``host:port`` for the ranks.
-        secret: The job's secret.
-        policy: The protection of connections with ranks and launchers.
-    """
+    """Run a job on all its hosts, and close its listener. For one thread."""
 
     def __init__(
         self,
@@ -130,11 +114,7 @@ class LaunchedJob:
         self._closing.callback(self._host.close)
 
     def run(self) -> int:
-        """Run the job and return its exit code.
-
-        Raises:
-            ConfigurationError: Launchers are missing; nothing was started.
-        """
+        """Return the job's exit code; raise ConfigurationError if launchers are missing."""
         self._gather()
         for attempt in range(self._options.failures.restarts + 1):
             if self._requests.first is None:
@@ -235,7 +215,6 @@ class LaunchedJob:
             first_rank += part.count
 
     def _supervise(self) -> None:
-        """Handle events until all parts are over."""
         while not all(part.is_over for part in self._parts):
             wake_in = min(part.wake_in for part in self._parts)
             due_in = min(self._stop_due(), self._restarts.next_at) - REAL_TIME.now()
@@ -278,7 +257,6 @@ class LaunchedJob:
             part.stop(number)
 
     def _obey(self, number: int, node: int = 0) -> None:
-        """Act on a signal to the launcher of a node."""
         if not self._requests.add(number, node):
             return
         alive = self._parts.alive

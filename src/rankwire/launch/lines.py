@@ -24,10 +24,7 @@ _SHOWS_NOTHING = re.compile(rb"(\s|\x1b\[[0-9;]*m)*\Z")
 
 
 class LineSplitter:
-    r"""Split bytes in chunks of any size into lines, without their ends.
-
-    A line ends with ``\n`` or ``\r\n``. Text after a lone ``\r`` replaces the row.
-    """
+    r"""Split chunks of bytes into lines; text after a lone ``\r`` replaces the row."""
 
     def __init__(self, max_line_nbytes: int = _MAX_LINE_NBYTES) -> None:
         self._limit = max_line_nbytes
@@ -163,11 +160,7 @@ class ProgressLines:
 class StreamLines:
     """Split one output stream of a rank into the lines to print. For one thread.
 
-    Args:
-        redraws: Whether the caller redraws ``rows``; else they become a line every few seconds.
-
-    Attributes:
-        rows: The current progress rows, if they are redrawn.
+    With ``redraws``, the caller redraws ``rows``; else they become a line every few seconds.
     """
 
     def __init__(self, *, redraws: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""``rankwire.local``: start a world from a notebook, script or prompt, and run functions on it.
+"""Start a world from a notebook, script or prompt, and run functions on it: ``rankwire.local``.
 
-Ranks are processes, or threads of a simulated world. A simulated rank that a fault plan or
-``network.kill`` kills has ended at that moment. Its thread gets an error from its next operation or
-keeps computing, and no thread waits for it. A thread cannot be interrupted.
+Ranks are processes, or threads of a simulated world. A simulated rank that is killed has ended at
+that moment. Its thread gets an error from its next operation or keeps computing, and no thread
+waits for it. A thread cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _LET_GO_PATIENCE = 0.2  # seconds for the thread of a killed rank to notice
 
 
 class RankThread(Rank):
-    """A rank that runs functions in threads of this process. Thread-safe.
-
-    Args:
-        backend: The rank's backend. The caller closes it.
-    """
+    """Run functions in threads of this process, with a backend that the caller closes."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend.rank)

@@ -1,4 +1,4 @@
-"""The log files of ranks, safe in a folder that other users can write to.
+"""Write the log files of ranks, safely in a folder that other users can write to.
 
 In a shared folder such as ``/tmp`` another user may have planted a link to a file of this user, a
 file that they can read, or a FIFO. So a log is a new file of mode 0600, created through the
@@ -22,13 +22,7 @@ _ADVICE = "remove it, or choose another --log-dir"
 
 
 class Log:
-    """Log both streams of a rank. A full disk ends the log, not the job.
-
-    Args:
-        file: The file, unbuffered.
-        named: Its name for messages.
-        on_end: Called once, with the reason, when writing fails.
-    """
+    """Log both streams of a rank. A full disk ends the log, not the job."""
 
     def __init__(self, file: BinaryIO, named: str, on_end: Callable[[str], None]) -> None:
         self._file: BinaryIO | None = file
@@ -47,11 +41,7 @@ class Log:
 
 
 class LogFolder:
-    """Create or open a folder of logs. For one thread.
-
-    Raises:
-        ConfigurationError: It cannot be created or used.
-    """
+    """Create or open a folder of logs, or raise ConfigurationError. For one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
@@ -68,11 +58,7 @@ class LogFolder:
         return self._path / f"rank_{rank}.log"
 
     def open(self, rank: int) -> BinaryIO:
-        """Return the log of a rank, empty at first; the same one after a restart.
-
-        Raises:
-            ConfigurationError: It cannot be created, or something else has its name.
-        """
+        """Return the log of a rank, empty at first; the same one after a restart."""
         if rank not in self._files:
             path = self.path_of(rank)
             try:
@@ -91,7 +77,6 @@ class LogFolder:
             self._descriptor = -1
 
     def _create(self, name: str) -> int:
-        """Replace an old log by a new file that only this user can read."""
         with suppress(FileNotFoundError):
             _check_own(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
             # Not reused: another process may have it open for reading.
@@ -111,7 +96,6 @@ def _check_own(status: os.stat_result) -> None:
 
 
 def _refuse_planted_links(path: Path) -> None:
-    """Refuse a path through a link that another user made in a folder that others can write."""
     way = Path(os.path.abspath(path))
     for place in (*reversed(way.parents), way):
         link, folder = place.lstat(), place.parent.stat()

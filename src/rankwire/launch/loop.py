@@ -1,8 +1,4 @@
-"""The launcher's event loop: one thread and one selector for output, signals, links and threads.
-
-Users register handlers with the selector; ``turn`` waits and calls them. The caller of ``turn``
-decides what to do about signals.
-"""
+"""Wait for output, signals, connections and threads in one thread with one selector."""
 
 from __future__ import annotations
 
@@ -67,12 +63,7 @@ class Loop:
         return text, code
 
     def write_rest(self, code: int, *, patience: float = math.inf) -> int:
-        """Write the remaining output, and return the exit code.
-
-        Args:
-            code: The exit code if all can be written.
-            patience: Seconds for the readers; a signal ends the wait too.
-        """
+        """Write the remaining output for ``patience`` seconds; a signal ends the wait too."""
         self.on_turn = lambda: None
         end = REAL_TIME.now() + max(patience, _LEAST_PATIENCE)
         while True:
@@ -90,11 +81,10 @@ class Loop:
 def collected_signals(
     selector: runtime.BaseSelector, numbers: Iterable[int]
 ) -> Iterator[Callable[[], list[int]]]:
-    """Collect signals and wake ``selector`` for each. Main thread only.
+    """Yield a function that returns the signals since its last call. Main thread only.
 
-    The yielded function returns the signals since its last call, in order of arrival; several of
-    one kind may count as one. An ignored signal stays ignored, as ``nohup`` and background shells
-    expect.
+    Signals wake ``selector``. Several of one kind may count as one. An ignored signal stays
+    ignored, as ``nohup`` and background shells expect.
     """
     with contextlib.ExitStack() as stack:
         reader, writer = (stack.enter_context(end) for end in runtime.socketpair())

@@ -1,7 +1,6 @@
-"""The other hosts of a job: their ranks as node 0 sees them, and the launchers that follow node 0.
+"""Run a job on several hosts: remote ranks as node 0 sees them, and launchers that follow node 0.
 
-``RemoteRanks`` has the methods of ``HostRanks`` and sends them as messages; ``follow`` carries
-them out on the other host and reports. ``rendezvous.launchers`` has the protocol.
+``rendezvous.launchers`` has the protocol.
 """
 
 from __future__ import annotations
@@ -147,13 +146,7 @@ class RemoteRanks:
 
 
 class Parts:
-    """The ranks of each host of a job, in the order of hosts whose launchers have connected.
-
-    Attributes:
-        local: The ranks of this host, node 0.
-        remote: Those of other hosts, by node.
-        nodes: The number of hosts.
-    """
+    """Hold the ranks of each host of a job, in the order of nodes."""
 
     def __init__(self, local: HostRanks, nodes: int) -> None:
         self.local = local
@@ -201,7 +194,7 @@ def _listen(
     obey: Callable[[Message], None],
     lose: Callable[[RankwireError], None],
 ) -> Callable[[], None]:
-    """Pass the messages and the loss of a launcher on; return a function that hangs up."""
+    """Handle the messages and the loss of a launcher; return a function that disconnects."""
     hanging_up = ExitStack()
     hanging_up.callback(link.close)
 
@@ -231,11 +224,7 @@ class _InterruptedError(Exception):
 def follow(
     loop: Loop, ranks: HostRanks, options: RunOptions, *, secret: bytes, policy: Policy
 ) -> int:
-    """Run the launcher of a host other than node 0; return the exit code.
-
-    Raises:
-        ConfigurationError: Node 0 was not found, or refused this node.
-    """
+    """Run the launcher of a host other than node 0; return the exit code."""
     address, node = options.hosts.master, options.hosts.node
     assert address is not None
     dial = partial(
@@ -300,7 +289,6 @@ class _Follower:
         self.close = _listen(self.loop, self.link, self._obey, self._lose)
 
     def run(self) -> int:
-        """Follow until node 0 reports the end of the job or is lost."""
         self.link.tell(Here(self.ranks.count, os.uname().nodename))
         while self.code is None or not self.ranks.is_over:
             for number in self.loop.turn(self.ranks.wake_in):

@@ -1,9 +1,8 @@
 """Show the ranks' output on the launcher's stdout and stderr: whole lines, each with its rank.
 
-``Output`` connects the pipes of the ranks with the launcher's own outputs on its selector. Nothing
-here blocks: the launcher must answer Ctrl-C while ``less`` at the other end of its stdout does not
-read. When too much output is queued, the ranks that write to it are no longer read, so they wait as
-they would with that output as their own. Lines that no reader took are reported by rank.
+Nothing here blocks: the launcher must answer Ctrl-C while ``less`` at the other end of its stdout
+does not read. When too much output is queued, the ranks that write to it are no longer read, so
+they wait as they would with that output as their own. Lines that were not written are reported.
 """
 
 from __future__ import annotations
@@ -41,12 +40,8 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_
 class Output:
     """Read, print and log the output of all ranks of this host. For one thread.
 
-    Args:
-        selector: Its owner calls ``key.data()`` for each event.
-        has_prefix: Whether lines begin with ``[rank N]``.
-        has_status: Whether a terminal shows a status line; not if a rank uses the terminal.
-        log_dir: The folder for unchanged copies of each rank's output, ``rank_N.log``.
-        folds_repeats: Whether to print an error only once if several ranks end with it.
+    The owner of the selector calls ``key.data()`` for each event. A terminal shows a status line
+    only if ``has_status``: not while a rank uses the terminal.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class Output:
             stream.fold_interrupts()
 
     def detach(self, rank: int | None = None) -> None:
-        """Read what the pipes of a rank, or of all, hold now and close them: the ranks have ended.
+        """Read what the pipes of ended ranks hold now and close them.
 
         A process that left its rank's session may keep a pipe open without end.
         """
@@ -160,7 +155,6 @@ class Output:
             self._balance(queue)
 
     def _name_repeats(self) -> None:
-        """Name the ranks whose last error was not printed because another rank printed it."""
         for stream in self._held.streams():
             if stream.pipe.closed:
                 self._held.settle(stream, waits=False)

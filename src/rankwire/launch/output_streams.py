@@ -1,8 +1,7 @@
-"""Both ends of the ranks' output: a rank's pipe, and a queue for one of the launcher's outputs.
+"""Read a rank's pipe, and queue what is written to one of the launcher's outputs.
 
-``RankOutput`` turns the bytes of a pipe into prefixed lines and progress rows. ``OutputQueue``
-holds what is to be written; on a terminal, progress rows and the status line are below all lines.
-Nothing here blocks; ``Output`` says when to read and write.
+On a terminal, progress rows and the status line are below all lines. Nothing here blocks;
+``Output`` decides when to read and write.
 """
 
 from __future__ import annotations
@@ -53,26 +52,18 @@ class _Likeness(io.StringIO):
 
 
 class OutputQueue:
-    """Queue what is to be written to one of the launcher's outputs.
-
-    Attributes:
-        fd: The descriptor of the output.
-        pending: The queued bytes.
-        trouble: Why the output cannot be written to any more, or None.
-        lost: How many lines of each rank were dropped.
-        lines: How many lines were queued so far.
-    """
+    """Queue what is to be written to one of the launcher's outputs."""
 
     def __init__(self, file: TextIO | None, fd: int) -> None:
         self._console = Console(file=_Likeness(file))
         self.fd = fd
-        self.trouble: OSError | None = None
+        self.trouble: OSError | None = None  # why it cannot be written to any more
         self.pending = bytearray()
-        self.lost: Counter[int] = Counter()
+        self.lost: Counter[int] = Counter()  # dropped lines of each rank
         # The rank of each run of pending bytes, in order; None for the launcher's own.
         self._owners: deque[tuple[int | None, int]] = deque()
         self._is_inside_line = False
-        self.lines = 0
+        self.lines = 0  # queued so far
         self._status = ""
         self._progress: dict[tuple[int, int], list[bytes]] = {}  # rows, by rank and stream
         self._drawn: list[bytes] = []  # the rows that are below all lines now
@@ -191,16 +182,7 @@ class OutputQueue:
 
 
 class RankOutput:
-    """Read one pipe of a rank and queue its lines.
-
-    Args:
-        rank: The rank.
-        pipe: The pipe, which is set to non-blocking.
-        queue: The output to write to.
-        prefix: The beginning of each line.
-        log: The log for unchanged bytes, if any.
-        redraws: Whether progress bars are redrawn; else they become a line every few seconds.
-    """
+    """Read one pipe of a rank, log it, and queue its lines."""
 
     def __init__(
         self,
@@ -259,14 +241,7 @@ class RankOutput:
         self.pipe.close()
 
     def settle(self, *, waits: bool = True) -> bool:
-        """Print an error that is held back, unless another rank may still print the same one.
-
-        Args:
-            waits: Whether it may be held back until its time is up.
-
-        Returns:
-            Whether nothing is held back.
-        """
+        """Print an error that is held back and not a repeat; return whether none is left."""
         if self.repeats is None:
             return True
         waits = waits and REAL_TIME.now() < self.repeats.held_until
@@ -301,11 +276,7 @@ class RankOutput:
 
 
 class HeldErrors:
-    """The streams that hold back an error, and the ranks that ended with another rank's.
-
-    Args:
-        errors: The stderr of each rank.
-    """
+    """Track streams that hold back an error, and ranks that ended with another rank's."""
 
     def __init__(self, errors: Mapping[int, RankOutput]) -> None:
         self._errors = errors

@@ -1,4 +1,4 @@
-"""The one supervisor of processes, for ``rankwire run``, ``rankwire.local`` and the tests.
+"""Supervise processes, for ``rankwire run``, ``rankwire.local`` and the tests.
 
 A process leads its own session, so that Ctrl-C reaches only its starter and a signal to its process
 group reaches what it started. A debugged rank has the starter's terminal and stays in its session,
@@ -37,7 +37,7 @@ _seen: set[tuple[str, int]] = set()
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: with an exit code, or killed by a signal."""
+    """Describe how a process ended: with an exit code, or killed by a signal."""
 
     code: int | None = None
     signal: int | None = None
@@ -84,17 +84,8 @@ def signal_name(number: int) -> str:
 class Process:
     """Start a process and watch it until its end. For one thread.
 
-    Args:
-        command: The program and its arguments.
-        env: Its environment; None means this process's.
-        cwd: Its working directory; None means this process's.
-        pass_fds: Descriptors to inherit.
-        has_terminal: Whether it gets the starter's terminal; else its output goes to pipes.
-
-    Attributes:
-        pid: Its process id, which is also that of its process group.
-        ending: How it ended; None until ``check`` has seen that.
-        pipes: Its stdout and stderr, unbuffered; empty if it has the terminal.
+    ``has_terminal`` gives it the starter's terminal; else its output goes to ``pipes``, unbuffered.
+    Its process id is also that of its process group.
     """
 
     def __init__(
@@ -229,7 +220,6 @@ class OomCounter:
 
 
 def _counter_files(root: Path) -> list[Path]:
-    """Return the files with a count, the most specific first."""
     files = []
     mounted = root / "sys/fs/cgroup"
     with suppress(OSError):
@@ -245,7 +235,7 @@ def _counter_files(root: Path) -> list[Path]:
 
 
 class Terminal:
-    """The launcher's terminal, lent to the process group of a debugged rank. For one thread.
+    """Lend the launcher's terminal to the process group of a debugged rank. For one thread.
 
     That group becomes the foreground group, so it reads what is typed and gets Ctrl-C, which a
     debugger takes as an interrupt of the program.

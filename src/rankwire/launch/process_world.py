@@ -1,8 +1,7 @@
-"""A world of processes that this process started: orders to them, their replies, their output.
+"""Start the processes of a local world, send them orders, and read their replies and output.
 
-``rank_program`` is the other side. One thread reads from all processes and ends with the last one;
-other threads queue orders. A process exits when its pipe is closed, hence also when the starter
-dies.
+``rank_program`` is the other side. One thread reads from all processes and ends with the last one.
+A process exits when its pipe is closed, hence also when the starter dies.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ _END_PATIENCE = 5.0  # seconds for killed processes to be gone
 
 
 class ProcessWorld:
-    """Start ranks as processes, with options for their backends. Thread-safe.
-
-    Raises:
-        RankFailedError: A rank did not join the world.
-    """
+    """Start ranks as processes, or raise the RankFailedError of one. Thread-safe."""
 
     def __init__(self, world_size: int, options: dict[str, Any]) -> None:
         check_world(0, world_size)
@@ -101,13 +96,7 @@ class ProcessWorld:
 
 
 class RankProcess(Rank):
-    """A rank in its own process. Thread-safe except ``read``.
-
-    Args:
-        rank: Its number.
-        listener: For rank 0, the listening socket of the rendezvous.
-        printer: Prints its output.
-    """
+    """Run a rank in its own process. Thread-safe except ``read``."""
 
     def __init__(self, rank: int, listener: runtime.Socket | None, printer: Printer) -> None:
         super().__init__(rank)

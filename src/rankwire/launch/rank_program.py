@@ -1,11 +1,11 @@
-"""The program of a rank process: join the world, run functions, report how they ended.
+"""Join the world, run functions and report how they ended: the program of a rank process.
 
 The main thread runs the functions one after the other, so code that needs the main thread works and
 SIGINT reaches the function. A second thread reads from the starter. It replies to requests for
 stacks while a function runs, and ends this process when the starter has gone.
 
-Messages are tuples; functions and results are pickled bytes inside them. Orders are numbered, so
-that an interrupt reaches only the function it is meant for, even if that has not started yet.
+Orders are numbered, so that an interrupt reaches only the function it is meant for, even if that
+has not started yet.
 
 =====================================  =========================================================
 starter                                process
@@ -43,7 +43,7 @@ _END_PATIENCE = 5.0  # seconds for a function to end after the starter has gone
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The result of an order: a value, or an error as text and, if it can be pickled, itself."""
+    """Report a value, or an error as text and, if it can be pickled, itself."""
 
     value: Any = None
     error: BaseException | None = None
@@ -53,13 +53,7 @@ class RunReport:
 
 
 def main(rank: int, control: int, listener: int = -1) -> None:
-    """Run as a rank until the starter says to leave.
-
-    Args:
-        rank: Its number.
-        control: The descriptor of the pipe to the starter.
-        listener: For rank 0, the descriptor of the rendezvous' listening socket.
-    """
+    """Run as a rank; ``control`` and, at rank 0, ``listener`` are descriptors."""
     _RankProgram(rank, Connection(control), listener).run()
 
 
@@ -76,7 +70,6 @@ class _RankProgram:
         self._orders: runtime.SimpleQueue[tuple[Any, ...]] = runtime.SimpleQueue()
 
     def run(self) -> None:
-        """Carry out orders until one says to leave."""
         signal.signal(signal.SIGINT, self._interrupt)
         runtime.Thread(target=self._listen, name="rankwire-starter", daemon=True).start()
         goes_on = True
@@ -170,7 +163,7 @@ class _RankProgram:
 
 
 def _packed(report: RunReport) -> bytes:
-    """Return a pickled report, without an error or value that cannot be pickled."""
+    """Pickle a report, without an error or value that cannot be pickled."""
     try:
         if report.error is not None:
             unpack(pack(report.error))  # many exceptions can be pickled but not unpickled

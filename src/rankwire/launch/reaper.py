@@ -1,11 +1,11 @@
-"""The process that outlives a killed launcher and ends its ranks.
+"""End the ranks of a launcher that was killed.
 
-It runs as a script with the standard library alone: ``python -I -S reaper.py GRACE``. It reads
+The reaper is a process of the standard library alone: ``python -I -S reaper.py GRACE``. It reads
 lines from stdin: the process id of each rank as it starts, and with a minus sign once the rank is
-gone and the id may be reused; after a ``+``, in the same way, processes that the launcher adopted
-(see ``subreaper``); and ``done`` when all have ended. If the pipe ends without ``done``, the
-launcher is dead. Then every rank's process group, the adopted processes and their descendants get
-SIGTERM, and SIGKILL after GRACE seconds.
+gone and the id may be reused; after a ``+``, in the same way, processes that the launcher adopted;
+and ``done`` when all have ended. If the pipe ends without ``done``, the launcher is dead. Then
+every rank's process group, the adopted processes and their descendants get SIGTERM, and SIGKILL
+after GRACE seconds.
 
 If the reaper is killed with the launcher, the kernel ends the ranks. Both processes hold the
 writing end of a pipe, and each rank inherits a *leash*: a reading end with ``O_ASYNC`` whose owner
@@ -109,9 +109,9 @@ class Reaper:
 
 
 def _loader_settings() -> dict[str, str]:
-    """Return the loader's variables; the rest of the environment may hold secrets.
+    """Return the loader's variables, without which an interpreter may not start.
 
-    An interpreter with a shared library outside of the system's folders does not start without.
+    The rest of the environment may hold secrets.
     """
     return {name: value for name, value in os.environ.items() if name.startswith(("LD_", "DYLD_"))}
 

@@ -22,7 +22,7 @@ _MOST_PLACES = 2  # shown of ranks that waited for each other
 
 
 class Counts(NamedTuple):
-    """How many ranks are in which state."""
+    """Count the ranks in each state."""
 
     running: int = 0
     up: int = 0  # members of the formed world
@@ -92,12 +92,7 @@ class Reporter:
             self._output.say(text, "bold yellow")
 
     def report(self, attempt: Attempt, trouble: str) -> str:
-        """Print the result of the job; return the gist of it.
-
-        Args:
-            attempt: The last attempt.
-            trouble: What ended the job other than a rank, or empty.
-        """
+        """Print how the job ended; return the gist of it."""
         self._output.show_status("")
         gist = trouble
         failures = attempt.failures(self._parts)
@@ -138,12 +133,6 @@ class Reporter:
         return gist
 
     def _blame_who_held_up(self, attempt: Attempt, chain: list[int]) -> str:
-        """Print which rank held up the others, and its stacks; return that in one line.
-
-        Args:
-            attempt: The failed attempt.
-            chain: Each rank waited for the next; the last one held up the others.
-        """
         circle = attempt.circle(chain)
         if circle:
             return self._blame_circle(attempt, circle)
@@ -162,7 +151,6 @@ class Reporter:
         return gist
 
     def _blame_circle(self, attempt: Attempt, circle: list[int]) -> str:
-        """Print that ranks waited for each other, and their stacks; return the gist of it."""
         waited = ", ".join(
             f"rank {a} waited for rank {b}" for a, b in pairwise([*circle, circle[0]])
         )
@@ -200,7 +188,6 @@ class Reporter:
             self._quote(first)
 
     def _quote(self, failure: Failure) -> None:
-        """Print the last lines of a failed rank, unless they are still on the screen."""
         if failure.excerpt and not self._is_seen(failure):
             source = "the last lines of its stderr" if failure.is_in_its_stderr else "its traceback"
             self._output.say(f"{source}:")

@@ -1,8 +1,6 @@
-"""``rankwire run``: start the ranks of this host, with other launchers on several hosts.
+"""Start the ranks of this host, with other launchers on several hosts: ``rankwire run``.
 
-This module checks the settings and assembles the loop, the ranks of this host, and what directs
-them: the job on node 0 (``job``), else the launcher of node 0 (``nodes``). If the launcher is
-killed, a reaper ends its ranks.
+The job on node 0 (``job``), else the launcher of node 0 (``nodes``), directs the ranks.
 """
 
 from __future__ import annotations
@@ -117,7 +115,7 @@ def _secret(secret_file: Path | None) -> bytes:
 
 @contextlib.contextmanager
 def _runtime_folder(output: Output) -> Iterator[None]:
-    """Provide a safe folder for socket files; if it is not the default, tell ranks and user."""
+    """Provide a safe folder for socket files; report one that is not the default."""
     before = os.environ.get(RUNTIME_DIR)
     with contextlib.ExitStack() as stack:
         try:
@@ -142,10 +140,6 @@ def _runtime_folder(output: Output) -> Iterator[None]:
 
 
 def _policy(address: str, tls_dir: Path | None) -> Policy:
-    """Return the protection of connections; read the launcher's files now, to fail early.
-
-    ``HostRanks.start`` checks those of the ranks, whose numbers are not known yet.
-    """
     tls = None if tls_dir is None else files_of(tls_dir, "launcher")
     return choose_policy("auto", TcpAddress.parse(address), tls=tls)
 
@@ -181,7 +175,6 @@ def _bind_loopback() -> runtime.Socket:
 
 
 def _check_descriptors(ranks: int, *, has_logs: bool) -> None:
-    """Raise if the limit of open files is too low for the launcher to start the ranks."""
     if lacking := allow_files(_OWN_DESCRIPTORS + ranks * (_DESCRIPTORS_OF_RANK + has_logs)):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = limit + lacking

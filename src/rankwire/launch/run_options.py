@@ -1,4 +1,4 @@
-"""The options of ``rankwire run``, and which of them are invalid."""
+"""Hold the options of ``rankwire run``, and reject invalid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 
 
 class OnFailure(StrEnum):
-    """What happens to the other ranks when one fails."""
+    """Choose what happens to the other ranks when one fails."""
 
     STOP = "stop"  # they are stopped
     CONTINUE = "continue"  # they continue without it
@@ -24,57 +24,34 @@ class OnFailure(StrEnum):
 
 @dataclass(frozen=True)
 class JobHosts:
-    """The hosts of a job.
+    """Hold the number of hosts and this host's place among them."""
 
-    Attributes:
-        nodes: The number of hosts, each with its own launcher.
-        node: The number of this host; world ranks are numbered in this order.
-        master: ``host:port`` where the launcher of node 0 listens.
-    """
-
-    nodes: int = 1
-    node: int = 0
-    master: str | None = None
+    nodes: int = 1  # each with its own launcher
+    node: int = 0  # this one; world ranks are numbered in this order
+    master: str | None = None  # host:port where the launcher of node 0 listens
 
 
 @dataclass(frozen=True)
 class FailureRules:
-    """What to do when a rank fails.
+    """Hold what to do when a rank fails."""
 
-    Attributes:
-        restarts: How many times all ranks may be restarted after a failure.
-        on_failure: What happens to the other ranks.
-        max_restarts: How many times each rank may be restarted alone.
-    """
-
-    restarts: int = 0
+    restarts: int = 0  # of all ranks
     on_failure: OnFailure = OnFailure.STOP
-    max_restarts: int = 3
+    max_restarts: int = 3  # of each rank alone
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a launcher.
+    """Hold the options of a launcher."""
 
-    Attributes:
-        command: The interpreter's arguments: a script or ``-m module``, then the program's own.
-        ranks: The number of ranks on this host.
-        secret_file: A file with the job's secret, the same on all hosts; None creates a secret.
-        tls_dir: The folder with the certificates of the launcher and of this host's ranks.
-        debugged: The rank that gets this launcher's terminal, if any.
-        grace: Seconds from the request to stop to SIGKILL.
-        has_prefix: Whether to begin each line of output with its rank.
-        log_dir: The folder for logs of each rank's output, ``rank_N.log``.
-    """
-
-    command: Sequence[str]
-    ranks: int
+    command: Sequence[str]  # the interpreter's arguments, then the program's own
+    ranks: int  # on this host
     hosts: JobHosts = JobHosts()
-    secret_file: Path | None = None
-    tls_dir: Path | None = None
+    secret_file: Path | None = None  # the same secret on all hosts; None creates one
+    tls_dir: Path | None = None  # with the certificates of the launcher and of this host's ranks
     failures: FailureRules = FailureRules()
-    debugged: int | None = None
-    grace: float = 5.0
+    debugged: int | None = None  # the rank that gets this launcher's terminal
+    grace: float = 5.0  # seconds from the request to stop to SIGKILL
     has_prefix: bool = True
     log_dir: Path | None = None
 

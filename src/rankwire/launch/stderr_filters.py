@@ -5,8 +5,8 @@ rank's is held back while its lines equal those of an earlier rank, apart from w
 If the rank's stderr ends there, the launcher names the rank instead. If only the message differs,
 only the message is printed. If the rank continues or the lines differ earlier, all are printed.
 
-Ctrl-C interrupts all ranks, and each would print a traceback. Connected ranks print one line by
-themselves (``observe.tracebacks``); ``InterruptFilter`` does so for the others.
+Connected ranks shorten the traceback of a Ctrl-C themselves (``observe.tracebacks``);
+``InterruptFilter`` does so for the others.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ _MOST_OPEN = 4  # errors of one rank that may continue, such as a chain of excep
 
 @dataclass
 class _Printed:
-    """An error that a rank has printed so far."""
-
     rank: int
     lines: list[str] = field(default_factory=list)
 
     def agrees(self, lines: list[str]) -> bool:
-        """Whether the lines equal those of this error so far."""
         return all(_alike(line) == own for line, own in zip(lines, self.lines, strict=False))
 
 
 class PrintedErrors:
-    """The last errors that the ranks of a job printed."""
+    """Remember the last errors that the ranks of a job printed."""
 
     def __init__(self) -> None:
         self._known: deque[_Printed] = deque(maxlen=_MOST_ERRORS)
@@ -66,15 +63,9 @@ class PrintedErrors:
 
 
 class RepeatFilter:
-    """Filter the stderr of one rank: drop an error at its end that another rank has printed.
+    """Drop an error at the end of a rank's stderr that another rank has printed.
 
-    Args:
-        rank: The rank.
-        printed: The errors of all ranks.
-
-    Attributes:
-        same_as: After ``finish``, the rank that printed the error this rank ended with.
-        held_until: When the owner releases the lines that are held back.
+    The owner releases the lines at ``held_until``. After ``finish``, ``same_as`` is the other rank.
     """
 
     def __init__(self, rank: int, printed: PrintedErrors) -> None:
@@ -117,9 +108,8 @@ class RepeatFilter:
     def finish(self, *, waits: bool = False) -> list[str]:
         """Return the lines to print when the stderr of the rank has ended.
 
-        Args:
-            waits: Whether to keep holding the error while the other rank has printed only a part
-                of it. The caller then calls this again.
+        With ``waits``, keep the error while the other rank has printed only a part of it; the
+        caller then calls this again.
         """
         held, count = self._held, self._message_at or len(self._held)
         same = [known for known in self._same if held and known.agrees(held[:count])]
@@ -134,7 +124,6 @@ class RepeatFilter:
         return [f"same traceback as rank {other}, but: {message}", *rest]
 
     def _goes_on(self, line: str) -> bool:
-        """Whether the held error may still equal another rank's with this line."""
         count = len(self._held)
         if self._message_at or count >= _MOST_LINES:
             return count < _MOST_LINES
@@ -155,7 +144,6 @@ class RepeatFilter:
 
 
 def _alike(line: str) -> str:
-    """Return a line without the parts that differ by rank."""
     return _DIFFERS_BY_RANK.sub("", line)
 
 

@@ -24,11 +24,7 @@ _COLLECT_EVERY = 0.5
 
 
 class Subreaper:
-    """Adopt orphans of ranks from construction until ``close``. For one thread.
-
-    Args:
-        reaper: Is told of adopted processes, to end them if the launcher dies.
-    """
+    """Adopt orphans of ranks from construction until ``close``. For one thread."""
 
     def __init__(self, reaper: Reaper) -> None:
         self.reaper = reaper
@@ -57,10 +53,7 @@ class Subreaper:
         return bool(found)
 
     def collect(self, ranks: Collection[int]) -> None:
-        """Collect adopted processes that have ended, and report the others to the reaper.
-
-        Leaves the ranks and their process groups alone. Returns at once if called too soon.
-        """
+        """Collect adopted processes that have ended, and report the others to the reaper."""
         if not self.is_adopting or REAL_TIME.now() < self._collect_at:
             return
         self._collect_at = REAL_TIME.now() + _COLLECT_EVERY
