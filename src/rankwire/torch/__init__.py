@@ -1,7 +1,6 @@
 """Run torch programs on rankwire: ``import rankwire.torch``, ``init_process_group("rankwire")``.
 
-The import registers the backend with ``torch.distributed``. It needs torch (``pip install
-'rankwire[torch]'``). No other part of rankwire imports this package.
+The import registers the backend with ``torch.distributed``. No other part of rankwire needs torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Handle tensors that are not in host memory.
 
-If the group has a backend for their device (``"cpu:rankwire,cuda:nccl"``), that backend handles
-them. It is created on first use, because torch does not do so for a group of a custom class.
-Otherwise tensors are copied through host memory, which is logged once.
+The group's backend for their device (``"cpu:rankwire,cuda:nccl"``) handles them; it is created on
+first use, because torch creates none for a custom group class. Without one, tensors are copied
+through host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Devices:
         self._is_said = False
 
     def others(self) -> dict[str, str]:
-        """Return the backends that the group was configured with for other devices, by device."""
+        """Return the names of the other backends that the group was configured with, by device."""
         config = c10d._world.pg_backend_config.get(self._group, "")
         backends = dict(part.split(":") for part in config.split(",") if ":" in part)
         return {device: name for device, name in backends.items() if name != "rankwire"}

@@ -1,9 +1,8 @@
 """The process group: every operation of ``torch.distributed``, on a rankwire backend.
 
-torch's code in Python and C++ (DDP, functional collectives, compiled graphs) calls the methods
-below by these names and by older ones. A blocking call (``opts.asyncOp`` is False) runs in the
-caller's thread and returns None; all others run in the background and return a work. Errors are
-torch's (``work_handles``).
+DDP, functional collectives and compiled graphs call the methods below by these names and by older
+ones. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns None; all
+others run in the background and return a work. Errors are torch's (``work_handles``).
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ _COPIED = 4 << 10  # bytes; up to this size copying a message (0.1 us) is cheape
 
 
 def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
-    """Create the process group that torch asks for.
-
-    Inside a world of rankwire it is a group of that world. Otherwise it is a world of its own,
-    which its ranks form through the store.
-    """
+    """Create a group of the rankwire world, or a new world whose ranks meet at the store."""
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     world = dist.group.WORLD if dist.is_initialized() else None
     with as_torch:
@@ -75,10 +70,9 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
 
 
 def register() -> None:
-    """Register the backend and the rendezvous handlers with torch. Repeating it changes nothing.
+    """Register the backend and the rendezvous handlers with torch. Idempotent.
 
-    torch calls this during its own import (an entry point), possibly while ``rankwire.torch`` is
-    being imported.
+    torch calls this during its own import (an entry point), possibly inside ours.
     """
     if not hasattr(dist.Backend, "RANKWIRE"):
         dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
@@ -86,7 +80,6 @@ def register() -> None:
 
 
 def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operation accept tensors of other devices."""
     name = operation.__name__
 
     @wraps(operation)
@@ -187,13 +180,8 @@ class _GroupBase(dist.ProcessGroup):  # type: ignore[misc]
 class RankwireGroup(_GroupBase):
     """A process group of torch on a rankwire backend. Safe from any thread.
 
-    Args:
-        ranks: The backend.
-        store: torch's store.
-
     Attributes:
         ranks: The backend, for calls and messages that torch has no method for.
-        devices: Handles tensors that are not on the CPU.
     """
 
     # -- collectives -------------------------------------------------------------------------------

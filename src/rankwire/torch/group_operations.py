@@ -1,7 +1,4 @@
-"""Operations that process groups add to rankwire's collectives.
-
-``ReduceOp`` by rankwire's names, sums of sparse tensors, and the monitored barrier.
-"""
+"""Operations and arguments of process groups that rankwire's collectives do not have."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ def op_of(reduce_op: Any) -> Any:
 
 
 def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: float | None) -> None:
-    """Replace a sparse tensor by its sum over all ranks.
-
-    All ranks gather all indices and values and add them up in rank order.
-    """
+    """Replace a sparse tensor by its sum over all ranks, added up in rank order."""
     if op != "sum":
         raise ConfigurationError("sparse tensors can only be summed (ReduceOp.SUM)")
     own = tensor.coalesce()
@@ -74,8 +68,7 @@ def monitored_barrier(
     """Wait for all ranks, and name those that do not arrive in time. torch's own is for Gloo only.
 
     Args:
-        group: A process group; the default one if None. Groups of other backends are passed to
-            torch.
+        group: A process group; the default one if None. Other backends' groups are passed to torch.
         timeout: The group's timeout if None.
         wait_all_ranks: Ignored on rankwire: every rank always names all missing ranks.
 

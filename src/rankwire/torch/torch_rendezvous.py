@@ -1,14 +1,13 @@
-"""How the ranks of a process group find each other: torch's store, or the world of a launcher.
+"""Form the world of a process group: through torch's store, or by a launcher.
 
 Every process that reaches torch's store can read and write it, so no secret goes through it. Each
 rank writes a hash of its host and user, and whether it has a secret. If all are processes of one
 user on one host, rank 0 listens on loopback, and they can agree on a secret through a private file.
-Otherwise all need the job's secret, and rank 0 listens on a reachable address. A process that
-writes false entries can prevent the world from forming; it cannot join or learn a secret.
+Otherwise all need the job's secret. A process that writes false entries can prevent the world from
+forming; it cannot join or learn a secret.
 
-Where the variables of torch's ``env://`` are missing and another launcher started this process
-(``rankwire run``, ``mpiexec``, ``srun``), or with ``init_method="rankwire://"``, rankwire forms the
-world first, and then a store for torch: a private file within one host, otherwise a ``TCPStore``.
+Under another launcher (``rankwire run``, ``mpiexec``, ``srun``), or with ``rankwire://``, rankwire
+forms the world first, and then a store for torch: a private file or a ``TCPStore``.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ Make one, copy the file to every host, and name it to all ranks:
 
 
 def form_world(store: Any, rank: int, size: int, timeout: timedelta) -> TcpBackend:
-    """Return the backend of a world whose ranks share a store.
-
-    The timeout is for forming the world, and the default of its operations. Raises
-    ``RankwireError`` if the world did not form in time or a rank needs a secret and has none.
-    """
+    """Return the backend of a world whose ranks share a store, or raise ``RankwireError``."""
     seconds = timeout.total_seconds()
     secret = launched_secret()
     options: dict[str, Any] = {"secret": secret, "timeout": seconds, "join_timeout": seconds}
@@ -136,7 +131,6 @@ def _check_secrets(presences: Sequence[tuple[str, bool]]) -> None:
 
 
 def _listen(store: Any, presences: Sequence[tuple[str, bool]]) -> runtime.Socket:
-    """Bind a socket for rank 0 where the other ranks can reach it."""
     if _are_at_one_place(presences):
         return _bind(_LOOPBACK)
     for host in _hosts_of_rank_0(store):
@@ -154,7 +148,6 @@ def _listen(store: Any, presences: Sequence[tuple[str, bool]]) -> runtime.Socket
 
 
 def _hosts_of_rank_0(store: Any) -> Iterator[str]:
-    """Yield the names by which the other ranks may know the host of rank 0."""
     if host := os.environ.get("MASTER_ADDR"):
         yield host
     while (below := getattr(store, "underlying_store", None)) is not None:
@@ -221,10 +214,7 @@ def register_launchers() -> None:
 def _meet(
     url: str, timeout: timedelta | None = None, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Form the world and yield a store, the rank and the number of ranks, as torch expects.
-
-    While a world that was formed here is open, the ranks of the next one meet in it.
-    """
+    """Yield a store, the rank and the number of ranks, as torch expects."""
     limit = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
     standing = [backend for backend in _taken if not backend.closed]
     backend = standing[0] if standing else connect(**limit)

@@ -1,7 +1,6 @@
 """Work handles and errors as torch programs expect them.
 
-rankwire's errors are raised as ``DistBackendError``, a ``RuntimeError``, with the original error as
-``__cause__``.
+rankwire's errors become the ``__cause__`` of a ``DistBackendError``, which is a ``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -56,12 +55,7 @@ def seconds_of(limit: timedelta | None) -> float | None:
 
 
 class OperationWork(dist._Work):  # type: ignore[misc]
-    """The handle of a collective.
-
-    Args:
-        work: The operation in the background; None if it has finished.
-        tensors: Its results.
-    """
+    """The handle of a collective. ``work`` is None if it has finished."""
 
     def __init__(self, work: Work[Any] | None, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -123,10 +117,7 @@ class OperationWork(dist._Work):  # type: ignore[misc]
 class MessageWork(dist._Work):  # type: ignore[misc]
     """The handle of a tensor that is being sent or received.
 
-    Args:
-        handle: The message.
-        tensor: The tensor.
-        store: Copies the received data into the tensor, if it was not received in place.
+    ``store`` copies the received data into a tensor that was not received in place.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Call functions of other workers, with the names of torch's module ``rpc.api``.
-
-A function travels by its name (``naming_rule``), its arguments as values.
-"""
+"""Call functions of other workers, with the names of torch's module ``rpc.api``."""
 
 from __future__ import annotations
 
@@ -90,10 +87,9 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture:
-    """Start a call of a function of a worker and return its future.
+    """Start a call as ``rpc_sync`` makes it, and return its future.
 
-    Safe from any thread. Arguments are encoded, and large ones sent, before this returns, and may
-    be changed afterwards. Otherwise as ``rpc_sync``.
+    Arguments are encoded, and large ones sent, before this returns, and may be changed afterwards.
 
     Raises:
         RuntimeError: An argument cannot be sent, or there is no such worker. All other failures end
@@ -111,7 +107,6 @@ def rpc_async(
 
 
 def _addressed(to: Any, timeout: float) -> tuple[Session, int, float]:
-    """Return the session, the rank that is called, and the timeout in seconds."""
     session = state.session
     if session is None:
         raise RuntimeError(NOT_INITIALIZED)
@@ -135,15 +130,9 @@ def _named(
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Contribute an object and return those of all workers, by name. All of them call it.
+    """Contribute an object and return those of all named workers, by name. All of them call it.
 
-    Args:
-        obj: This worker's object.
-        worker_names: The workers that take part; all if not given.
-        timeout: Seconds; 0 is no limit, -1 the default.
-
-    Raises:
-        RuntimeError: A worker did not take part in time, or is lost.
+    Raises ``RuntimeError`` if a worker did not take part in time, or is lost.
     """
     session = current()
     names = tuple(sorted(worker_names or session.ranks))

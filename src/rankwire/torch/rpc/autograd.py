@@ -5,10 +5,9 @@
         autograd.backward(context_id, [loss])
         gradients = autograd.get_gradients(context_id)
 
-Calls that a thread makes inside a context, and calls made while serving them, record which tensors
-went where (``autograd_tracking``). ``backward`` follows them back (``autograd_engine``) and adds up
-the gradients of leaves in the context, on the rank of each; ``.grad`` does not change. All
-functions are safe from any thread.
+Calls in a context, and calls made while serving them, record which tensors went where
+(``autograd_tracking``). ``backward`` follows them back (``autograd_engine``) and adds up the
+gradients of leaves in the context, on the rank of each. All functions are safe from any thread.
 """
 
 from __future__ import annotations
@@ -53,12 +52,9 @@ _joined: _Joined | None = None
 def attach(
     agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
 ) -> None:
-    """Send calls in contexts through an agent.
+    """Send calls in contexts through an agent, before other ranks call it.
 
-    Args:
-        agent: The rank's, before others call it.
-        run: Serves a call: ``run(name, args, kwargs)`` returns its result, or a future of it.
-        time_limit: Returns the default timeout of RPC in seconds, 0 for none.
+    ``run(name, args, kwargs)`` serves a call; ``time_limit()`` is RPC's timeout, 0 for none.
     """
     global _joined
     _joined = _Joined(agent, run, time_limit)

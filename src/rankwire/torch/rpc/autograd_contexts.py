@@ -2,8 +2,7 @@
 
 A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
 knows the id was called in the context. It ends with its creator's ``with`` block, or with its
-creator; each rank tells the ranks that it called in it (``autograd_engine``). Each rank can have
-``MOST_KEPT`` contexts and messages with tensors kept here by its calls.
+creator; each rank notifies the ranks that it called in it (``autograd_engine``).
 
 Locks: the table's and each context's own, both innermost; nothing is called while one is held.
 """
@@ -40,12 +39,7 @@ CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", de
 
 
 class AutogradThread(runtime.local):
-    """The state of a thread.
-
-    Attributes:
-        outgoing: The message in a context that it is encoding.
-        running: The backward pass whose part it runs.
-    """
+    """The message in a context that a thread is encoding, and the pass whose part it runs."""
 
     outgoing: Outgoing | None = None
     running: LocalPass | None = None
@@ -65,28 +59,17 @@ def inside(context: Context | None) -> Iterator[None]:
 
 
 class Context:
-    """One rank's state of one context. Safe from any thread.
-
-    Attributes:
-        id: Its id on all ranks.
-        peers: Ranks to tell of its end: this rank called them in it, or they asked.
-        callers: Ranks that have called this one in it.
-        kept: How much is kept in it because of calls of each rank.
-        sent: For each message sent, by number: the receiver, and the output of its autograd node.
-        received: The autograd node of each message received, by sender and number.
-        passes: The backward passes in progress here, by number.
-        is_released: Whether it has ended; then nothing is added.
-    """
+    """One rank's state of one context. Safe from any thread."""
 
     def __init__(self, number: int) -> None:
         self.id = number
-        self.peers: set[int] = set()
+        self.peers: set[int] = set()  # to notify of its end
         self.callers: set[int] = set()
-        self.kept: Counter[int] = Counter()
-        self.sent: dict[int, tuple[int, Tensor]] = {}
-        self.received: dict[tuple[int, int], Any] = {}
-        self.passes: dict[int, LocalPass] = {}
-        self.is_released = False
+        self.kept: Counter[int] = Counter()  # contexts and messages, by calling rank
+        self.sent: dict[int, tuple[int, Tensor]] = {}  # receiver and its node's output, by number
+        self.received: dict[tuple[int, int], Any] = {}  # nodes, by sender and number
+        self.passes: dict[int, LocalPass] = {}  # in progress here, by number
+        self.is_released = False  # then nothing is added
         self._lock = runtime.Lock()
         self._gradients: dict[Tensor, Tensor] = {}
 
@@ -96,7 +79,7 @@ class Context:
         return self.id >> COUNTER_BITS
 
     def enlist(self, rank: int) -> bool:
-        """Tell a rank of the end later; return False if the context has already ended."""
+        """Notify a rank of the end later; return False if the context has already ended."""
         self.peers.add(rank)
         return not self.is_released  # the ending thread sets this before it reads ``peers``
 
@@ -169,10 +152,9 @@ class Contexts:
         return context
 
     def meet(self, number: int, caller: int) -> Context | None:
-        """Return the context of a call from another rank.
+        """Return the context of a call from another rank, or raise ``OverloadedError``.
 
-        Returns None if it has ended, or if its creator or the caller is lost: a late call must not
-        bring it back. Raises ``OverloadedError`` if too much is kept because of this rank.
+        None if it has ended or its creator or caller is lost: a late call must not bring it back.
         """
         maker = number >> COUNTER_BITS
         with self._lock:

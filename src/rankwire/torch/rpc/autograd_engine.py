@@ -4,9 +4,8 @@ The rank on which ``backward`` is called conducts the pass. First it asks rank a
 messages the gradients reach (a round of calls for each hop); torch's engine skips this step, and
 hangs if a result was not used. Then all these ranks run their parts at once (``autograd_pass``).
 
-The first part that fails ends the pass on all ranks, and the error names its rank. The conductor
-notices a lost rank by its call to it; a rank whose conductor is lost cancels its part. All calls
-share the timeout of RPC. There are no second derivatives across ranks.
+The first part that fails ends the pass on all ranks, and the error names its rank. A rank whose
+conductor is lost cancels its part. There are no second derivatives across ranks.
 """
 
 from __future__ import annotations
@@ -91,10 +90,9 @@ class Engine:
                     context.passes.pop(number, None)
 
     def _ask_for_end(self, context: Context) -> None:
-        """Have the maker of a context tell this rank of the end, in place of a rank that is lost.
+        """Have a context's creator notify this rank of the end, in place of a lost rank.
 
-        Other ranks that have called this one in it may be no help: they may know the context from
-        the lost rank too, or from this one.
+        Other callers may know the context from the lost rank too, or from this one.
         """
 
         def end_unless_adopted(asked: Future[bool]) -> None:
@@ -111,11 +109,7 @@ class Engine:
     # -- conducting --------------------------------------------------------------------------------
 
     def backward(self, context: Context, roots: Sequence[Tensor], *, retain_graph: bool) -> None:
-        """Conduct a pass, and return when it is over on all ranks.
-
-        Raises:
-            RuntimeError: A part of it failed; the text names the rank, the cause is its error.
-        """
+        """Conduct a pass until it ends on all ranks; raise an error that names the failed rank."""
         deadline = Deadline(self._time_limit() or math.inf, self._agent.backend.clock)
         number = (self._agent.rank << COUNTER_BITS) + next(self._numbers)
         own = self._open(context, number, deadline, roots)
@@ -153,7 +147,7 @@ class Engine:
         self._agent.rpc_async(rank, name, *args).disregard()
 
     def fail(self, ranks: Iterable[int], context: int, number: int, reason: str) -> None:
-        """Tell ranks that a pass has failed."""
+        """Notify ranks that a pass has failed."""
         for rank in ranks:
             self._tell(rank, FAIL, context, number, reason)
 
@@ -178,7 +172,6 @@ class Engine:
         self.end(number)
 
     def _serve_adopt(self, number: int) -> bool:
-        """Add the sender to the ranks to tell of the end; return False if the context has ended."""
         if number >> COUNTER_BITS != self.rank:
             raise PermissionError(f"rank {self.rank} did not make context {number}")
         context = self._contexts.get(number)
@@ -254,7 +247,6 @@ class _Conducted:
         self._failure: tuple[int, BaseException] | None = None
 
     def reach(self, deadline: Deadline) -> None:
-        """Find the ranks and messages that take part."""
         found = self._own.reach_from_roots()
         while found:
             messages: dict[int, list[int]] = {}
@@ -275,7 +267,6 @@ class _Conducted:
                     raise
 
     def run(self, deadline: Deadline, *, retain_graph: bool) -> None:
-        """Run all parts."""
         for rank in self._ranks:
             self._parts[rank] = part = self._engine.call(
                 rank, deadline, RUN, self._context, self._number, retain_graph
@@ -290,7 +281,6 @@ class _Conducted:
             self.fail(rank, error)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Record the first failure, and end the pass on all other ranks."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -300,7 +290,6 @@ class _Conducted:
         self._engine.fail(self._ranks - {rank}, self._context, self._number, reason)
 
     def end(self, *, is_interrupt: bool) -> None:
-        """Wait until all parts have ended; after an interrupt, cancel them instead."""
         for part in self._parts.values():
             if is_interrupt:
                 part.cancel()
@@ -308,7 +297,6 @@ class _Conducted:
                 part.exception()
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return the error that the user gets for one that was raised here."""
         assert self._failure is not None
         rank, cause = self._failure
         if not isinstance(error, Exception) or not self._ranks:

@@ -10,8 +10,7 @@ must not wait for what that blocks:
 - A waiting node runs only if no other is ready. The engine runs ready nodes by sequence number,
   highest first. Waiting nodes have 0; other nodes that have 0 are raised to 1.
 
-Threads: ``run`` is called once, by one thread; ``arrive`` and ``fail`` come from any. One condition
-guards what they share; nothing is called while it is held.
+One thread calls ``run``, any thread ``arrive`` and ``fail``. Nothing is called under the condition.
 """
 
 from __future__ import annotations
@@ -193,5 +192,4 @@ def _memory(gradient: Tensor) -> Tensor:
 
 
 def _repeats(gradient: Tensor) -> bool:
-    """Tell whether elements of a tensor share memory, as in one that was expanded."""
     return 0 in _memory(gradient).stride() and gradient.numel() > 1

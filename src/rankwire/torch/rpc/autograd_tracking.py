@@ -3,7 +3,7 @@
 While a call or result is encoded, the codec's tensor hook numbers these tensors (``sent``). The
 *seal* is the last part of the message: by then all are known, and become the inputs of one autograd
 node, ``Sent``. At the receiver they are the outputs of one node, ``Received``. A backward pass
-leaves one rank and enters another at these nodes. A message with a missing number is refused.
+leaves one rank and enters another at these nodes.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ def sent(tensor: Tensor) -> int | None:
 
 
 def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
-    """Note a tensor that was numbered by its sender, and return the tensor to hand out.
-
-    It must not require a gradient or have another user.
-    """
+    """Note a tensor that its sender numbered and nothing else uses; return the one to hand out."""
     # No output of a node may be a view; a tensor from the codec may be one.
     kept = tensor.data if tensor._is_view() else tensor
     receiving.notes.setdefault(_NUMBERED, {})[number] = kept
@@ -218,7 +215,6 @@ def _build_seal(state: Any, receiving: BuildContext) -> Any:
 
 
 def _attach(context: Context | None, seal: Incoming, receiving: BuildContext) -> None:
-    """Give the numbered tensors of a received message their history."""
     numbered = receiving.notes.pop(_NUMBERED, {})
     try:
         tensors = [numbered[number] for number in range(seal.count)]

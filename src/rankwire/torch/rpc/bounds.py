@@ -1,8 +1,7 @@
 """Check the arguments of a call by name, and the size of its result.
 
-Another rank chose these arguments, so each check looks at them before torch does. It raises
-``TypeError`` for an argument that is not a number, a dtype or a dense CPU tensor, and
-``ValueError`` if the result would have too many elements. Pure, and safe from any thread.
+Another rank chose the arguments, so each check sees them before torch does. ``TypeError``: one is
+not a number, dtype or dense CPU tensor. ``ValueError``: the result would have too many elements.
 """
 
 from __future__ import annotations
@@ -22,21 +21,13 @@ Check = Callable[[Args, Kwargs], None]
 
 
 class ResultLimits:
-    """Limits of one call by name; tests lower them.
+    """Limits of one call by name; tests lower them."""
 
-    Attributes:
-        elements: Of a result: 1 GiB of float64, which fits in a message.
-        work: Multiplications of a matrix product: at most minutes of one core.
-        pieces: Items of a result that is a list; each needs the interpreter.
-        allocation: The least number of elements that an allocation of a layer counts for.
-        bits: Of an int that a Python operator gets.
-    """
-
-    elements = 1 << 27
-    work = 1 << 38
-    pieces = 1 << 16
-    allocation = 1 << 15
-    bits = 1 << 16
+    elements = 1 << 27  # of a result: 1 GiB of float64, which fits in a message
+    work = 1 << 38  # multiplications of a matrix product: at most minutes of one core
+    pieces = 1 << 16  # of a result that is a list; each needs the interpreter
+    allocation = 1 << 15  # the least number of elements that one of a layer counts for
+    bits = 1 << 16  # of an int that a Python operator gets
 
 
 # Not float8: hardly any function supports it.
@@ -125,7 +116,6 @@ def check_work(count: float) -> None:
 
 
 def _broadcast_size(shapes: Iterable[Sequence[int]]) -> int:
-    """Return an upper bound of the elements that shapes broadcast to."""
     extents: list[int] = []
     for shape in shapes:
         for place, extent in enumerate(reversed(shape)):
@@ -182,10 +172,7 @@ def _check_pieces(count: int) -> None:
 
 
 def _size(extents: Iterable[Any]) -> int:
-    """Return the number of elements of a size, with negative and zero extents made positive.
-
-    An extent of 0 does not hide the others: torch would multiply them.
-    """
+    """Return the number of elements of a size. An extent of 0 does not hide the others."""
     found = 1
     for extent in extents:
         if isinstance(extent, int):

@@ -3,8 +3,8 @@
 A remote error has its own class if the naming rule allows that; every other failure is a
 ``RuntimeError`` with torch's wording. rankwire's error is the ``__cause__``.
 
-The traceback of a raised error holds frames. If one of them held the future, the cycle through C++
-would never be collected and would keep the caller's locals alive. So none of our frames holds it.
+None of our frames in the traceback of an error may hold its future: the cycle through C++ would
+never be collected, and keep the caller's locals alive.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def translated(error: Exception, session: Session, rank: int, limit: float) -> E
 
 
 def _remade(error: RemoteError, session: Session, rank: int) -> Exception:
-    """Return the remote error as one of its own class, if the naming rule allows that."""
     text = (
         f"On {session.workers[rank]}:\n{error.remote_type}: {error.remote_message}\n"
         f"{error.remote_traceback}"
@@ -154,12 +153,10 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
         super().add_done_callback(callback)
 
     def _attend(self) -> None:
-        """Have the reply read although no thread waits for it."""
         if self._unfinished:
             self.call.attend()
 
     def _finish(self, call: RpcFuture[Any]) -> None:
-        """End with the result of the call; only the first of several calls does so."""
         try:
             self._unfinished.pop()
         except IndexError:
@@ -176,13 +173,11 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
 class ReplyWatcher:
     """Has replies read for futures that a thread waits for in C++ (``torch.futures.wait_all``).
 
-    Reading every reply as soon as it arrives would cost more than the calls: the reader would
-    compete with the caller for the interpreter, and most callers read for themselves. So a thread
-    waits for a pause between calls, and has the missing replies read. A thread that waits in Python
-    reads all replies of its rank; calls to that rank are put aside until it stops.
+    Reading every reply at once would compete with the caller for the interpreter, and most callers
+    read for themselves. So a thread waits for a pause between calls, and has the missing replies
+    read. Calls to a rank whose replies a thread reads in Python are put aside until it stops.
 
-    Every method is safe from any thread. ``_lock`` guards the readers and the calls that are put
-    aside; nothing is called while it is held.
+    Safe from any thread. Nothing is called while ``_lock`` is held.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -251,7 +246,6 @@ class ReplyWatcher:
                 return
 
     def _unread(self, calls: list[RpcFuture[Any] | None]) -> list[RpcFuture[Any]]:
-        """Return the calls in progress whose replies no thread reads; put the others aside."""
         found = []
         with self._lock:
             read = set(self._readers.values())

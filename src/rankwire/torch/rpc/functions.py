@@ -1,7 +1,7 @@
 """Decorators for functions that other ranks call: ``exposed`` and ``async_execution``.
 
 A served function that returns a ``concurrent.futures.Future`` frees its thread at once; the server
-replies when that future is done. torch programs return torch futures, which are converted here.
+replies when that future is done. torch's futures are converted here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def exposed(target: T) -> T:
 
     With ``init_rpc(..., allow="decorated")`` they can call nothing else of the program. A class is
     exposed with its public methods. Place it above other decorators, but below ``@staticmethod``
-    and ``@classmethod``.
-
-    Raises:
-        ConfigurationError: The target is neither a function nor a class.
+    and ``@classmethod``. Raises ``ConfigurationError`` for anything else.
     """
     if not isinstance(target, types.FunctionType | type):
         raise ConfigurationError(f"only a function or a class can be exposed, not {target!r}")
@@ -66,15 +63,15 @@ def async_execution(fn: F) -> F:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Tell whether a function or bound method was decorated with ``async_execution``."""
+    """Return whether a function or bound method was decorated with ``async_execution``."""
     return hasattr(function, _MARK)
 
 
 def answer_later(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function for the server to run in place of an async one.
 
-    For a function it is always the same one, so that the server can learn whether it is slow. For a
-    bound method it is a new one, so that its object is not kept alive.
+    For a function it is always the same one: the server learns whether it is slow. For a bound
+    method it is a new one, so that its object is not kept alive.
     """
     return _lasting(function) if isinstance(function, FunctionType) else _answering(function)
 

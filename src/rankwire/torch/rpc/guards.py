@@ -1,10 +1,10 @@
 """Decide which methods of shared objects other ranks may call, and check arguments.
 
 Sharing an object does not share all that its class can do: an array can write a file. A method may
-be called if the naming rule lets others reach the class that defines it, or if it is in a table
-here, which follows the rule of ``listed_functions`` (not with ``allow="decorated"``). The name is
-looked up in the class, so that nothing that was stored in the object is called. In worlds with
-pickle every method may be called, as with torch.
+be called if the naming rule opens the class that defines it, or if it is in a table here, which
+follows the rule of ``listed_functions`` (not with ``allow="decorated"``). The name is looked up in
+the class, so that nothing that was stored in the object is called. In worlds with pickle every
+method may be called, as with torch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def _callable(found: Any, name: str) -> Callable[..., Any]:
 
 
 def _required_check(rule: NamingRule, value: Any, owner: type, sought: str, name: str) -> Check:
-    """Return the check of a method whose class is not the program's; raise if it has none."""
     check = None if rule.is_strict else _check_of(rule, value, owner, sought)
     if check is None:
         raise NameRefusedError(
@@ -143,7 +142,6 @@ def _checked(
 
 
 def _defined(cls: type, name: str) -> tuple[type, Any]:
-    """Return the class that defines a method, and the attribute as defined."""
     for owner in type.__dict__["__mro__"].__get__(cls):
         raw = vars(owner).get(name)
         if raw is not None:
@@ -152,10 +150,9 @@ def _defined(cls: type, name: str) -> tuple[type, Any]:
 
 
 def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
-    """Tell whether a class defines a method, and does not merely give another function that name.
+    """Return whether a class defines a method, and does not merely give another function that name.
 
-    A package may claim classes whose methods are in modules of it, and a class may inherit a
-    decorated method. Both are fine if that module is open too.
+    The function may also be of another open module: decorated, or of the same package.
     """
     plain = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     if isinstance(plain, types.FunctionType):
@@ -179,7 +176,7 @@ def _check_of(rule: NamingRule, value: Any, owner: type, name: str) -> Check | N
 
 
 def _is_runnable(rule: NamingRule, module: torch.nn.Module) -> bool:
-    """Tell whether others may run a module: a layer, one of the program's, or a chain of these."""
+    """Return whether others may run a module: a layer, the program's, or a chain of these."""
     cls = type(module)
     if cls is torch.nn.Sequential:
         return all(_is_runnable(rule, child) for child in module.children())
@@ -195,7 +192,6 @@ def _check_forward(args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_of_module(args: Args, kwargs: Kwargs) -> None:
-    """Check arguments of a method that all modules have: never a tensor to adopt."""
     if "assign" in kwargs or len(args) > 3:
         raise TypeError("from another rank, load_state_dict() copies into the parameters")
 

@@ -1,9 +1,8 @@
-"""Tell the owners of remote objects which handles this rank has passed on or released.
+"""Notify the owners of remote objects which handles this rank has passed on or released.
 
 A handle may become garbage in any thread at any moment. So its update goes into a queue, and a
-thread sends the updates to each owner, one message at a time and in order. The owner relies on that
-order (``owned_objects``). The thread never waits for an owner: the end of a message comes into the
-queue too.
+thread sends the updates to each owner, one message at a time and in order, on which the owner
+relies. The thread never waits for an owner: the end of a message comes into the queue too.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _REFUSALS = (InvalidMessageError, OverloadedError, DeadlineExceededError, CallCa
 
 
 class HandleUpdates:
-    """Tells owners of the handles of this rank. Every method is safe from any thread.
+    """Notifies owners of the handles of this rank. Every method is safe from any thread.
 
     The garbage collector may call ``released``, and so at any point of the program.
     """
@@ -84,10 +83,9 @@ class HandleUpdates:
         self._queue.put((owner, (_PASSED_ON, *id, rank, count)))
 
     def watch_making(self, owner: int, id: ObjectId, creation: RpcFuture[Any]) -> None:
-        """Tell the owner if the call that creates an object ends before it begins.
+        """Notify the owner if the call that creates an object ends before it begins.
 
         Other ranks may wait for that object there. If the call began, the owner knows its outcome.
-        If the owner is lost, each use of the handle raises, and nothing is logged.
         """
         creation.when_ended(partial(self._making_ended, owner, id, [True]))
 
@@ -137,8 +135,7 @@ class HandleUpdates:
 def apply_updates(objects: OwnedObjects, src: int, world_size: int, updates: list[Any]) -> None:
     """Apply another rank's updates to the counts of this rank's objects.
 
-    A refused update (``PermissionError``, ``OverloadedError``) does not stop the others: that rank
-    may hold a handle of nothing.
+    A refused update does not stop the others: that rank may hold a handle of nothing.
     """
     refusal: Exception | None = None
     for kind, creator, number, key, first, second in updates:

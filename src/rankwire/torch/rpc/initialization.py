@@ -1,9 +1,8 @@
 """Join the workers (``init_rpc``), and install rankwire's RPC as ``torch.distributed.rpc``.
 
-Programs import distributed autograd, its optimizer and remote modules from torch, where they work
-on torch's RPC only. So ``init_rpc`` replaces them by rankwire's until ``shutdown``. ``install``
-replaces all of RPC, for libraries that import torch's themselves. A name that a program or library
-imported before (``from torch.distributed.rpc import rpc_sync``) stays torch's, so install first.
+torch's distributed autograd, optimizer and remote modules work on torch's RPC only, so ``init_rpc``
+replaces them until ``shutdown``. ``install`` replaces all of RPC for libraries that import torch's.
+A name that was imported before (``from torch.distributed.rpc import rpc_sync``) stays torch's.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def init_rpc(
     Args:
         name: This worker's unique name.
         backend: Ignored; there is only one.
-        rank: This rank; from the launcher if not given.
-        world_size: The number of ranks; from the launcher if not given.
+        rank: From the launcher if not given.
+        world_size: From the launcher if not given.
         rpc_backend_options: Timeouts, threads and where the ranks meet.
         allow: What other workers may call besides functions in the program's own files: modules,
             functions or classes. ``"decorated"`` allows only what is ``@exposed``.
@@ -180,7 +179,6 @@ def _begin(
     *,
     pickle: bool,
 ) -> None:
-    """Exchange names with the other workers, and start serving."""
     told = all_gather_object(world, (name, pickle))
     names = [told_name for told_name, _ in told]
     for other, (told_name, told_pickle) in enumerate(told):
@@ -257,16 +255,10 @@ _ALL_OF_RPC: dict[str, dict[str, Any]] = {
 
 
 def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callable[[], None]:
-    """Replace ``torch.distributed.rpc`` by rankwire's RPC in this process.
+    """Replace ``torch.distributed.rpc`` by rankwire's RPC; return a function that undoes it.
 
-    Call it before ``init_rpc``, and before importing libraries that use RPC. Not thread-safe.
-
-    Args:
-        allow: The default of ``init_rpc``'s argument.
-        pickle: The default of ``init_rpc``'s argument.
-
-    Returns:
-        A function that undoes it.
+    Call it before ``init_rpc``, and before importing libraries that use RPC. Not thread-safe. The
+    arguments become the defaults of ``init_rpc``'s.
     """
     replacements.put_back()  # ``init_rpc`` may have been called first
     for module_name in _ALL_OF_RPC:

@@ -6,17 +6,14 @@ With any arguments that pass the check in its row (``bounds``), a listed functio
 - returns a value that depends only on its arguments and torch's random state: no uninitialized or
   foreign memory, no address, no files or settings;
 - creates no more elements than ``bounds.ResultLimits``, in time proportional to the elements and
-  multiplications;
-- if it is Python's, and so holds the interpreter: takes time proportional to its arguments.
+  multiplications; if it is Python's, and so holds the interpreter, proportional to its arguments.
 
-``test_rpc_hostile_arguments.py`` applies this to every row with hostile shapes, strides, indices,
-values, dtypes and sizes. torch promises none of it. So run that test in its nightly size
-(``TESTS_NIGHTLY=1``) when you add a row, and add only functions that programs call by name: a
-function of the program can call everything else.
+``test_rpc_hostile_arguments.py`` applies this to every row; torch promises none of it. So run that
+test in its nightly size (``TESTS_NIGHTLY=1``) when you add a row, and add only functions that
+programs call by name: a function of the program can call everything else.
 
-Layers follow the same rule. More layers can be run than created, because a function of the program
-created them. A layer is created on zeroed, counted memory, so ``torch.empty`` in a constructor
-shows nothing. Safe from any thread.
+More layers can be run than created. A layer is created on zeroed, counted memory, so that
+``torch.empty`` in a constructor shows nothing. Safe from any thread.
 """
 
 from __future__ import annotations
@@ -185,12 +182,12 @@ def _made() -> frozenset[int]:
 
 
 def is_layer(target: object) -> bool:
-    """Tell whether an object is the class of a layer that another rank may create."""
+    """Return whether an object is the class of a layer that another rank may create."""
     return id(target) in _made()  # by id: no metaclass runs
 
 
 def is_run(target: object) -> bool:
-    """Tell whether an object is the class of a layer that another rank may run."""
+    """Return whether an object is the class of a layer that another rank may run."""
     return id(target) in _bounds()
 
 

@@ -85,10 +85,6 @@ class NamingRule:
             classes; or ``"decorated"``.
         anything: Whether everything that is imported is found: for worlds with pickle, where every
             rank can run any code anyway.
-
-    Attributes:
-        anything: As given.
-        is_strict: Whether only what is exposed is found.
     """
 
     def __init__(self, allow: Iterable[Any] | str = (), *, anything: bool = False) -> None:
@@ -102,11 +98,7 @@ class NamingRule:
         self._known: dict[str, _Known] = {}
 
     def find(self, name: str) -> Any:
-        """Return the function or class that a name means.
-
-        Raises:
-            NameRefusedError: There is none, or other ranks must not reach it; the text says why.
-        """
+        """Return the function or class that a name means, or raise ``NameRefusedError``."""
         known = self._known.get(name)
         if known is not None and all(place.get(key) is found for place, key, found in known.steps):
             return known.target
@@ -122,14 +114,14 @@ class NamingRule:
         return known.target
 
     def allows_methods_of(self, cls: type) -> bool:
-        """Tell whether methods that a class defines may be called on shared objects."""
+        """Return whether methods that a class defines may be called on shared objects."""
         if is_exposed(cls) or self.anything:
             return True
         module = _canonical(getattr(cls, "__module__", None))
         return f"{module}:{cls.__qualname__}" in self._single or self._is_open(module)
 
     def allows_module(self, name: str | None) -> bool:
-        """Tell whether others can reach what a module defines, exposed or not."""
+        """Return whether others can reach what a module defines, exposed or not."""
         return self._is_open(_canonical(name))
 
     # -- looking up --------------------------------------------------------------------------------
@@ -175,7 +167,6 @@ class NamingRule:
     def _check_origin(
         self, name: str, target: Any, module_name: str, owner: type | None, key: str
     ) -> None:
-        """Check that the target was defined under this name in this place."""
         if self.anything:
             return
         plain = target.__func__ if isinstance(target, types.MethodType) else target
@@ -248,11 +239,7 @@ class NamingRule:
 
 
 def name_of(function: Any) -> str:
-    """Return the name under which a function or class travels.
-
-    Raises:
-        NameRefusedError: Another rank could not find it by name.
-    """
+    """Return the name under which a function or class travels, or raise ``NameRefusedError``."""
     try:
         listed = names_of_listed().get(function)
     except TypeError:  # not hashable
@@ -282,7 +269,7 @@ def name_of(function: Any) -> str:
 
 
 def _is_another(module: str, qualname: str, function: Any) -> bool:
-    """Tell whether the name belongs to another function here, as pickle would check."""
+    """Return whether the name belongs to another function here, as pickle would check."""
     place: Any = vars(sys.modules.get(module, object))
     owner, found = None, None
     for key in qualname.split("."):
@@ -365,7 +352,7 @@ def _is_path(text: str) -> bool:
 
 
 def _is_of_program(module_name: str) -> bool:
-    """Tell whether a module is in the package of ``__main__``, or a file beside it."""
+    """Return whether a module is in the package of ``__main__``, or a file beside it."""
     main = sys.modules.get(MAIN)
     spec = getattr(main, "__spec__", None)
     package = spec.parent.partition(".")[0] if spec is not None and spec.parent else ""

@@ -124,7 +124,6 @@ class ObjectServer:
         apply_updates(self._owned, sender(), len(self._session.workers), updates)
 
     def _find(self, creator: int, number: int, key: int) -> OwnedObject:
-        """Return an object that the sender has a handle of; it may not be ready."""
         return self._owned.expect(_id(creator, number, key), sender())
 
     # -- making ------------------------------------------------------------------------------------
@@ -153,7 +152,6 @@ class ObjectServer:
         self._owned.tidy(owned)
 
     def _finish_later(self, owned: OwnedObject, made: Future[Any], promise: Future[Any]) -> None:
-        """Give an object the value of a future, and answer the call that creates it."""
         try:
             value = promise.result()
         except BaseException as error:
@@ -183,7 +181,6 @@ class ObjectServer:
             self._owned.abandon(owned)
 
     def _once_ready(self, owned: OwnedObject, do: Callable[[], Any]) -> Future[Any]:
-        """Return a future of an action that another thread runs once an object is ready."""
         done: Future[Any] = Future()
         context = copy_context()  # its calls belong to the call that is served
 
@@ -208,10 +205,7 @@ class MethodThreads:
         self._closed = False
 
     def run(self, method: Callable[[], Any], done: Future[Any]) -> None:
-        """Run a method on a thread, at once or when one is free, and give its result to ``done``.
-
-        Raises ``ChannelClosedError`` after ``close``.
-        """
+        """Run a method into ``done`` on a thread; after ``close``, raise an error."""
         with self._lock:
             if self._closed:
                 raise _closed_error()

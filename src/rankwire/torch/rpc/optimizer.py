@@ -1,8 +1,7 @@
 """DistributedOptimizer: an optimizer on each rank that has parameters, stepped together.
 
 Each rank steps an optimizer of its own parameters with the gradients that a distributed autograd
-context has there; no parameter or gradient is sent. torch's optimizers are requested by name; any
-other is a class of the program, under the naming rule.
+context has there; no parameter or gradient is sent.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> None:
         """Step all optimizers with the gradients of a context, and wait for all of them.
 
-        Raises:
-            Exception: The error of the first step that failed; the others are done.
+        Raises the error of the first step that failed; the others are done.
         """
         _all_of(
             [
@@ -71,7 +69,6 @@ class DistributedOptimizer:
 
 
 def _all_of(futures: Sequence[CallFuture]) -> list[Any]:
-    """Wait for all futures, then return their results or raise the first error."""
     results, errors = [], []
     for future in futures:
         try:

@@ -48,12 +48,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         rpc_timeout: Default timeout of calls in seconds; 0 is no limit.
         init_method: Where the ranks meet.
         device_maps: May map the CPU to itself; tensors of other devices cannot be sent.
-        devices: May name the CPU.
+        devices: May name the CPU; another device raises ``ValueError``.
         _transports: Not used.
         _channels: Not used.
-
-    Raises:
-        ValueError: A device is not the CPU.
     """
 
     def __init__(

@@ -1,20 +1,19 @@
 """Objects that this rank keeps because other ranks have handles of them.
 
-Handles are counted by giver and holder. Each release lowers a count; when no rank holds an object,
-it is forgotten here. When a rank is lost, all that it held is released: the failure detector is the
-lease, and there are no timers. A rank can only count handles that it gave or was given, and only if
-it knows the key in the object's id.
+Handles are counted by giver and holder; when no rank holds an object, it is forgotten here. When a
+rank is lost, all that it held is released: the failure detector is the lease, without timers. A
+rank can only count handles that it gave or was given, and only if it knows the object's key.
 
 Updates of handles travel by several ways and may arrive out of order:
 
-- A rank that passes a handle on tells the owner before its own release, but the receiver's update
-  may arrive first. So counts may be below zero for a moment, and an object is forgotten only when
-  all are zero.
+- A rank that passes a handle on notifies the owner before its own release, but the receiver's
+  update may arrive first. So counts may be below zero for a moment, and an object is forgotten
+  only when all are zero.
 - A handle that is sent back to the owner may still be on its way when its sender has released it.
   So a release says how many were sent back, and the object is kept until these arrive.
 - A handle may be used before the call that creates its object arrives. Then the object is
-  *expected*, and calls wait for it until their deadline. It may never be created, so each rank may
-  have ``MOST_EXPECTED`` such objects and waiting calls here.
+  *expected*, and calls wait for it. It may never be created, so each rank may have
+  ``MOST_EXPECTED`` such objects and waiting calls here.
 
 Lock: ``OwnedObjects._lock`` guards the table and all counts; only that of ``Claims``, a leaf, is
 taken while it is held.
@@ -43,32 +42,15 @@ _NEVER_MADE = (
 
 
 class ObjectId(NamedTuple):
-    """The id of an object on all ranks.
-
-    Attributes:
-        creator: The rank that created its first handle.
-        number: Counted by that rank.
-        key: Random. A rank that knows it was given a handle.
-    """
+    """The id of an object on all ranks: its creator, a number there, and a key."""
 
     creator: int
     number: int
-    key: int
+    key: int  # random: a rank that knows it was given a handle
 
 
 class OwnedObject:
-    """An object that others may have handles of, possibly not created yet.
-
-    Attributes:
-        id: Its id.
-        is_expected: Whether the call that creates it has not arrived yet.
-        is_ready: Whether it has a value or an error.
-        value: The object, once it is ready.
-        error: The error of creating it.
-        held: The number of handles by (giver, holder), without zeros.
-        claimant: The rank that is charged for it until it is created.
-        returning: For each rank, the handles it has sent back that have not arrived.
-    """
+    """An object that others may have handles of, possibly not created yet."""
 
     __slots__ = (
         "__weakref__",
@@ -85,13 +67,13 @@ class OwnedObject:
 
     def __init__(self, id: ObjectId) -> None:
         self.id = id
-        self.is_expected = True
-        self.is_ready = False
+        self.is_expected = True  # the call that creates it has not arrived
+        self.is_ready = False  # it has no value or error yet
         self.value: Any = None
         self.error: BaseException | None = None
-        self.held: Counter[tuple[int, int]] = Counter()
-        self.claimant: int | None = None
-        self.returning: Counter[int] = Counter()
+        self.held: Counter[tuple[int, int]] = Counter()  # by giver and holder, without zeros
+        self.claimant: int | None = None  # the rank that is charged for it until it is created
+        self.returning: Counter[int] = Counter()  # sent back by a rank and not arrived
         self._waiters: list[Future[Any]] = []
 
     @property
@@ -132,7 +114,6 @@ def _settle(waiter: Future[Any], owned: OwnedObject) -> None:
 
 
 def _release_all(owned: OwnedObject, rank: int) -> None:
-    """Release what a lost rank held, and expect no more updates of it."""
     for giver, holder in list(owned.held):
         if holder == rank or (giver == rank and owned.held[giver, holder] < 0):
             del owned.held[giver, holder]
@@ -179,11 +160,7 @@ _Place = tuple[int, int]
 
 
 class OwnedObjects:
-    """The objects of this rank that others hold. Every method is safe from any thread.
-
-    Attributes:
-        claims: What other ranks wait for here.
-    """
+    """The objects of this rank that others hold. Every method is safe from any thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -343,13 +320,11 @@ class OwnedObjects:
         return owned
 
     def _never_made(self, id: ObjectId) -> OwnedObject:
-        """Return a stand-in for an object whose creator was lost before it was created."""
         owned = OwnedObject(id)
         owned.resolve(None, self._lost[id.creator])
         return owned
 
     def _stop_expecting(self, owned: OwnedObject) -> None:
-        """Discharge the rank that is charged for an object, which is now created or forgotten."""
         self._expected.pop(owned.id, None)
         if owned.claimant is not None:
             self.claims.discharge(owned.claimant)

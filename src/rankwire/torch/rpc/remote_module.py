@@ -1,8 +1,7 @@
 """RemoteModule: a module on another rank that runs like a local one.
 
-It calls the module by a handle (``rref``), so distributed autograd and the rules for methods apply.
-It replaces ``torch.distributed.nn.RemoteModule``, on CPUs and without TorchScript. It does not know
-how objects are counted or calls are sent. Ranks call the exposed functions at the end.
+It replaces ``torch.distributed.nn.RemoteModule``, on CPUs and without TorchScript. It calls the
+module by a handle (``rref``), so distributed autograd and the rules for methods apply.
 """
 
 from __future__ import annotations
@@ -46,16 +45,12 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
         kwargs: Keyword arguments for it.
 
     Attributes:
-        on: The worker, by name or rank, as given; by name if it came from another rank.
-        device: ``"cpu"``.
-        is_scriptable: False.
-        is_device_map_set: False.
+        on: The worker as given; by name if the module came from another rank.
         module_rref: The handle of the module.
 
     Raises:
         RuntimeError: RPC is not initialized, there is no such worker, or it refuses the class.
         ValueError: ``remote_device`` is invalid or not a CPU, or the result is not a module.
-        Exception: The error of creating it.
     """
 
     is_scriptable = False
@@ -89,9 +84,7 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
     def init_from_module_rref(remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
         """Return a ``RemoteModule`` for a module that exists already.
 
-        Args:
-            remote_device: As for the class; torch does not require that the module is there.
-            module_rref: A handle of the module.
+        As with torch, the module need not be on ``remote_device``.
         """
         if not isinstance(module_rref, RRef):
             raise TypeError(f"module_rref is an RRef, not {type(module_rref).__name__}")
@@ -108,11 +101,7 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
         return self.module_rref.rpc_async().__call__(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Any]]:
-        """Return handles of the parameters, for a ``DistributedOptimizer``.
-
-        Args:
-            recurse: Whether to include those of submodules.
-        """
+        """Return handles of the parameters, for a ``DistributedOptimizer``."""
         rref = self.module_rref
         return rpc_sync(rref.owner(), parameters_of, args=(rref, recurse))  # type: ignore[no-any-return]
 

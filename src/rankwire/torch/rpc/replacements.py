@@ -32,10 +32,7 @@ def put_back() -> None:
 def replace(names: Names, *, everywhere: bool) -> Replaced:
     """Replace names in imported modules, and return what was replaced.
 
-    Args:
-        names: The new values, by module and name.
-        everywhere: Whether to replace them in every module that imported them by name, or only in
-            modules of ``torch.distributed``.
+    Modules that imported a name get the new one: all, or only those of ``torch.distributed``.
     """
     replaced: Replaced = []
     new: dict[int, Any] = {}

@@ -1,8 +1,7 @@
 """RRef: a handle of an object on some rank.
 
-The owner has counted every handle that comes from another rank (``owned_objects``); it is released
-when the Python object is garbage (``handle_updates``). The owner's own handles have the object
-itself, and are not counted.
+The owner counts the handles of other ranks (``owned_objects``) until these release them as garbage
+(``handle_updates``). Its own handles have the object itself, and are not counted.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ class RRef(Generic[T]):
     """A handle of an object, which stays on its owner. Safe from any thread.
 
     A handle made from a value has this rank as its owner. ``remote`` returns handles of objects
-    elsewhere. Handles may be arguments and results of calls.
-
-    Args:
-        value: The object.
-        type_hint: Not used.
+    elsewhere. Handles may be arguments and results of calls. ``type_hint`` is not used.
     """
 
     _is_counted = False
@@ -116,11 +111,7 @@ class RRef(Generic[T]):
     # -- the object --------------------------------------------------------------------------------
 
     def local_value(self) -> T:
-        """Return the object itself; waits while it is being created.
-
-        Raises:
-            RuntimeError: It is on another worker.
-        """
+        """Return the object itself once it is created; only its owner has it."""
         if self._owned is None:
             raise RuntimeError(
                 f"For UserRRef(rref_id={_unique(self._id)}, fork_id={_unique(self._fork)}), can't "
@@ -131,8 +122,7 @@ class RRef(Generic[T]):
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Return a copy of the object, or on the owner the object itself.
 
-        Args:
-            timeout: Seconds; 0 is no limit, -1 the default.
+        The timeout is in seconds; 0 is no limit, -1 the default.
         """
         session = self._usable("Cannot call to_here() on it after deletion.")
         limit = session.limit(timeout)
@@ -268,15 +258,8 @@ def remote(
 ) -> RRef[Any]:
     """Run a function on a worker, which keeps the result; return a handle of it at once.
 
-    Safe from any thread. The arguments may be changed when this returns.
-
-    Args:
-        to: The worker: a name, a rank or a ``WorkerInfo``.
-        func: A function or class that the worker's naming rule allows.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        timeout: Seconds for creating the object; 0 is no limit, -1 the default. The first use of
-            the handle raises the error.
+    Arguments as for ``rpc_sync``; they may be changed when this returns. The timeout is for
+    creating the object; the first use of the handle raises the error. Safe from any thread.
     """
     session = current()
     rank = session.rank_of(to)
@@ -296,7 +279,6 @@ def _make(
     kwargs: Mapping[str, Any],
     limit: float,
 ) -> RRef[Any]:
-    """Start a call that creates an object, and return a handle of it."""
     id = fork = session.owned.new_id()
     if rank == session.me.id:
         rref = RRef._of(session, rank, id, session.owned.expect(id, rank))

@@ -1,8 +1,7 @@
 """The session: this process's state in RPC between ``init_rpc`` and ``shutdown``.
 
-A process has at most one. It connects the agent, the workers by name, the naming rule, the owned
-objects and the handles. It turns a name into a function to serve; how calls are made is in
-``api``.
+A process has at most one. It connects the agent, the workers, the naming rule, the owned objects
+and the handles, and turns a name into a function to serve.
 """
 
 from __future__ import annotations
@@ -43,15 +42,7 @@ _NAME = re.compile(r"[\w:-]+", re.ASCII)
 
 
 class WorkerInfo:
-    """A rank and its name. Immutable, so safe from any thread.
-
-    Args:
-        name: Letters, digits, underscores, colons and dashes; shorter than 128.
-        id: The rank.
-
-    Raises:
-        RuntimeError: The name is invalid.
-    """
+    """A worker: its rank and its name of letters, digits, ``_``, ``:`` and ``-``. Immutable."""
 
     __slots__ = ("id", "name")
 
@@ -103,7 +94,7 @@ class Session:
     Args:
         backend: The world; the session closes it.
         workers: All workers, ordered by rank.
-        rule: Which names others can reach.
+        rule: Decides which names other ranks can reach.
         codec: Encodes and decodes values.
         timeout: Default timeout of calls in seconds; 0 is no limit.
         threads: The number of calls that are served at once.
@@ -268,11 +259,10 @@ class _Gather:
 
 
 class Gatherer:
-    """Gathers values of several workers at one of them. Safe from any thread.
+    """Gathers values of several workers at the one with the first name. Safe from any thread.
 
-    The worker with the first name leads. Each other one calls it with its value, and the reply is
-    deferred until all have called: one round trip. If a worker is lost, all waiting workers get an
-    error that names it. ``_lock`` guards the gathers; nothing is called while it is held.
+    Each worker calls it with its value; its reply is deferred until all have called. If a worker is
+    lost, the waiting calls get an error that names it. Nothing is called while ``_lock`` is held.
     """
 
     def __init__(self, session: Session) -> None:
@@ -328,7 +318,6 @@ class Gatherer:
         return waiter
 
     def _leave(self, key: tuple[Names, int], src: int, waiter: Future[Any]) -> None:
-        """Forget a call that has ended, and a gather that no worker waits for."""
         with self._lock:
             self._waiting[src] -= 1
             gather = self._gathers.get(key)

@@ -1,8 +1,7 @@
 """Leave the workers: ``shutdown``.
 
-A graceful shutdown waits until every worker has called it and no call is in progress anywhere,
-because a call may have started others that no caller waits for. If a worker is lost, the others
-shut down without it.
+A graceful shutdown waits until every worker has called it and no call is in progress anywhere: a
+call may have started others that no caller waits for. Lost workers are not waited for.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def wait_for_all(session: Session, timeout: float) -> None:
     """Return once every rank has called this or is lost, and no call is in progress anywhere.
 
-    That is the case when no rank had a call in progress in two rounds in a row, and none made or
-    served one in between.
+    That is so when no rank had one in two rounds in a row, and none made or served one in between.
     """
     limit = timeout if timeout > 0.0 else math.inf
     deadline = Deadline(limit, session.agent.backend.clock)
@@ -93,8 +91,8 @@ def _log_lost_workers(session: Session) -> None:
 class _Farewell:
     """Exchanges the ranks' activity. For one thread.
 
-    While all ranks are there, this is a collective. When a rank is lost, all collectives of the
-    world fail; then each rank reports to the lowest remaining one, which distributes all reports.
+    This is a collective until a rank is lost, which fails all collectives of the world. Then each
+    rank reports to the lowest remaining one, which distributes all reports.
     """
 
     def __init__(self, backend: Backend, deadline: Deadline) -> None:

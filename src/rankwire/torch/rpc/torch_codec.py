@@ -4,7 +4,7 @@ Functions, classes and class methods travel by name under ``naming_rule``, or as
 are allowed. What is decoded comes from another rank: every number is checked before torch sees it.
 
 The owner counts a handle for the receiving rank before the message leaves; a rank that passes one
-on tells the owner (``handle_updates``). If the message is certain not to leave, that is undone.
+on notifies the owner (``handle_updates``). If the message is certain not to leave, that is undone.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _strided(dense: torch.Tensor, strides: list[Any]) -> torch.Tensor:
 
 
 def _may_have_strides(shape: Any, strides: Any) -> bool:
-    """Tell whether no two elements share a place, and few places are empty."""
+    """Return whether no two elements share a place, and few places are empty."""
     count = math.prod(shape)
     if count == 0:
         return False
@@ -161,7 +161,6 @@ def _may_have_strides(shape: Any, strides: Any) -> bool:
 
 
 def _take_parameter(parameter: torch.nn.Parameter, sending: TakeContext) -> Any:
-    """Encode a parameter in a context as a tensor with a history; the codec encodes any other."""
     number = sent(parameter) if parameter.requires_grad else None
     return NotImplemented if number is None else [number, parameter.detach()]
 

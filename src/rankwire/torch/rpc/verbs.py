@@ -60,7 +60,7 @@ SENDERS = {
 
 
 def register(agent: RpcAgent, verb: str, function: Callable[..., Any]) -> None:
-    """Have an agent serve a verb of ``SENDERS``; the function checks its sender by ``sender()``."""
+    """Have an agent serve a verb of ``SENDERS``; the function checks its ``sender()``."""
     assert verb in SENDERS, verb
     agent.register(verb, function)
 
