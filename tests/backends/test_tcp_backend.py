@@ -532,7 +532,7 @@ def test_a_second_sender_waits_for_the_first_no_longer_than_its_limit(transport)
     with tcp_world(2, transport=transport, single_copy=False) as pair:
         blocked = Running(pair[0].send, bytes(64 << 20), 1, timeout=PATIENCE)
         eventually(lambda: pair[0]._peers[1].messages is not None)
-        eventually(lambda: pair[0]._peers[1].messages._writer._lock.locked())
+        eventually(lambda: pair[0]._peers[1].messages.outbox._lock.locked())
         second = Running(pair[0].send, b"x", 1, timeout=0.05)
         assert second.error().limit == 0.05
         assert not blocked.done
@@ -774,7 +774,7 @@ def test_closing_wakes_everybody_who_waits(transport, single_copy):
         wait_until_wanted(world[0], 2, 2)
         eventually(lambda: world[0]._peers[1].messages is not None)
         outgoing = world[0]._peers[1].messages
-        eventually(lambda: outgoing.frames_sent == 2 if lends else outgoing._writer._lock.locked())
+        eventually(lambda: outgoing.frames_sent == 2 if lends else outgoing.outbox._lock.locked())
         began = time.monotonic()
         world[0].close()
         for thread in waiting:

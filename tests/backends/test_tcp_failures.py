@@ -62,7 +62,7 @@ def until_waiting(rank, src: int, count: int = 1) -> None:
 def until_sending(rank, dst: int) -> None:
     """Wait until a rank is in the middle of a message to ``dst``."""
     messages = f"backend._peers[{dst}].messages"
-    eventually(lambda: rank.call("eval", f"{messages} and {messages}._writer._lock.locked()"))
+    eventually(lambda: rank.call("eval", f"{messages} and {messages}.outbox._lock.locked()"))
 
 
 def talk(one, other) -> None:

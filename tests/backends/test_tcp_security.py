@@ -119,7 +119,7 @@ def connections_of(backend):
 def test_on_loopback_frames_are_not_sealed(security):
     with tcp_world(2, transport="tcp", security=security) as world:
         say_hello(world)
-        assert all(c._writer._seal is None for rank in world for c in connections_of(rank))
+        assert all(c.outbox._seal is None for rank in world for c in connections_of(rank))
         assert world[1].security == "local"
 
 
@@ -134,7 +134,7 @@ def test_off_loopback_all_frames_are_sealed_those_of_the_control_connection_too(
             *world[0]._formation._coordinator.watch.controls.values(),
         ]
         assert len(connections) >= 4
-        assert all(connection._writer._seal is not None for connection in connections)
+        assert all(connection.outbox._seal is not None for connection in connections)
         assert world[0].security == "auth"
 
 
@@ -142,7 +142,7 @@ def test_within_a_host_unix_sockets_stay_as_they_are(files):
     with tcp_world(2, tls=files) as world:
         say_hello(world)
         assert world[0].link_to(1).transport == "unix"
-        assert all(c._writer._seal is None for rank in world for c in connections_of(rank))
+        assert all(c.outbox._seal is None for rank in world for c in connections_of(rank))
 
 
 def test_insecure_runs_off_loopback_without_a_secret_and_warns_once_a_rank():
@@ -266,7 +266,7 @@ def test_more_protection_than_demanded_is_taken():
     zero = Running(TcpBackend, 0, 2, address, listener=listener, secret=SECRET)
     one = Running(TcpBackend, 1, 2, address, secret=SECRET, security="auth")
     with zero.result(), one.result() as backend:
-        assert backend._formation._membership._control._writer._seal is not None
+        assert backend._formation._membership._control.outbox._seal is not None
 
 
 def test_a_plain_rank_is_told_that_the_world_is_inside_tls(files):

@@ -1116,10 +1116,10 @@ def test_an_interrupt_anywhere_in_a_sealed_send_leaves_whole_frames(make_pair):
 
 def test_a_frame_that_never_left_does_not_use_up_a_number(sealed):
     """Its place in the order is taken by the next one."""
-    sealed[0]._writer._lock.acquire()
+    sealed[0].outbox._lock.acquire()
     with pytest.raises(DeadlineExceededError):
         sealed[0].send((0, 1, 1), ((b"x",), 1), Deadline(0.01))
-    sealed[0]._writer._lock.release()
+    sealed[0].outbox._lock.release()
     sealed[0].send((0, 1, 2), ((b"x",), 1), Deadline(PATIENCE))
     assert [frame.envelope[2] for frame in read_frames(sealed[1], 1)] == [2]
 
@@ -1142,7 +1142,7 @@ def test_sealed_frames_from_many_threads_stay_whole(sealed):
 
 def test_a_broken_seal_fails_the_connection_naming_the_peer(sealed):
     near, far = sealed
-    far._writer._seal = near._writer._seal  # sealed with the wrong key
+    far.outbox._seal = near.outbox._seal  # sealed with the wrong key
     far.send((0, 1, 0), ((b"evil",), 4), Deadline(PATIENCE))
     with pytest.raises(ProtocolError, match="seal") as caught:
         read_frames(near, 1)
@@ -1153,7 +1153,7 @@ def test_a_broken_seal_fails_the_connection_naming_the_peer(sealed):
 def test_a_broken_seal_behind_good_frames_ends_the_connection_at_once(sealed):
     near, far = sealed
     far.send((0, 1, 0), ((b"good",), 4), Deadline(PATIENCE), hold=True)
-    far._writer._seal = near._writer._seal
+    far.outbox._seal = near.outbox._seal
     far.send((0, 1, 1), ((b"evil",), 4), Deadline(PATIENCE))
     assert [frame.envelope[2] for frame in read_frames(near, 1)] == [0]
     assert isinstance(near.failure, ProtocolError), "nobody has to read on to learn it"

@@ -1488,7 +1488,7 @@ def send_halves(post, tag, payload):
                     stream.wait(0.1, to_write=True)
             assert go_on.wait(PATIENCE)
 
-    post.sender._writer._outgoing = (post.sender.frames_sent + 1, ())
+    post.sender.outbox._outgoing = (post.sender.frames_sent + 1, ())
     return go_on, Running(send)
 
 

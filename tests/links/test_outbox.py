@@ -10,6 +10,7 @@ from links.ends import read
 from rankwire.errors import ChannelClosedError, DeadlineExceededError
 from rankwire.links import send_handle
 from rankwire.wire.frames import Channel
+from rankwire.wire.loans import REFUSED
 from real_time import Deadline
 from worlds import PATIENCE, Running
 
@@ -134,3 +135,23 @@ def test_an_interrupt_anywhere_in_sending_what_waits(connections):
         assert reading.result() == [(tag, data), (tag, data), (tag, b"end")]
 
     assert every_interrupt(run, step=2) >= 10
+
+
+def test_an_interrupt_anywhere_in_sending_a_refused_loan_by_stream_does_not_send_it_twice(lending):
+    near, far = lending
+    near.lend_from = 1
+    data = bytes(1000)
+
+    def run(interrupting):
+        handle = send_handle.offer(near, envelope(0), ((data,), len(data)), Deadline(PATIENCE))
+        read(far)
+        handle._posted._pair[1] = handle._posted.number | REFUSED
+        with suppress(Interrupt), interrupting:
+            handle.wait(Deadline(PATIENCE))
+        assert handle.wait(Deadline(PATIENCE))
+        assert handle.is_over()
+        assert handle.revoke(), "it arrives"
+        near.send_small(envelope(1), ((b"end",), 3), Deadline(PATIENCE))
+        assert read_all(far, 2) == [(0, data), (1, b"end")]
+
+    assert every_interrupt(run, step=1) >= 10

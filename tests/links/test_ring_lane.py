@@ -66,7 +66,7 @@ def without_blocking(sock):
 @pytest.fixture
 def ends():
     with two_ends() as both:
-        assert all(end._writer.ring is not None for end in both)
+        assert all(end.outbox.ring is not None for end in both)
         yield both
 
 
@@ -75,7 +75,7 @@ def test_a_reader_that_looks_gets_small_frames_through_the_ring(ends):
     sent = near.frames_sent
     for number in range(50):
         reading = Running(read, far)
-        eventually(lambda: near._writer.ring.words[AWAKE])
+        eventually(lambda: near.outbox.ring.words[AWAKE])
         send(near, b"small", tag=number)
         (frame,) = reading.result()
         assert (frame.envelope[2], frame.payload) == (number, b"small")
@@ -131,7 +131,7 @@ def test_several_threads_may_send(ends):
 
 def test_a_reader_that_stops_looking_at_the_last_moment_is_woken(ends, monkeypatch):
     near, far = ends
-    ring = near._writer.ring
+    ring = near.outbox.ring
     put = type(ring).put
 
     def put_late(self, frame):
@@ -223,8 +223,8 @@ def test_a_message_that_is_too_large_is_refused_on_either_lane():
 
 def test_memory_is_not_shared_if_one_end_does_not_want_it():
     with two_ends(options=({}, {"single_copy": False})) as (near, far):
-        assert near._writer.ring is None
-        assert far._writer.ring is None
+        assert near.outbox.ring is None
+        assert far.outbox.ring is None
 
 
 def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
@@ -241,7 +241,7 @@ def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
         near.introduce()
         far.read_ready()
         near.read_ready()
-        assert all(end._writer.ring is not None for end in (near, far))
+        assert all(end.outbox.ring is not None for end in (near, far))
 
 
 def test_noise_in_the_ring_ends_the_connection(ends):
@@ -320,7 +320,7 @@ def test_without_a_ring_the_stream_carries_everything(how, monkeypatch):
     else:
         options = {"spin": 0.0}
     with two_ends(**options) as (near, far):
-        assert near._writer.ring is None
+        assert near.outbox.ring is None
         for number in range(20):
             reading = Running(read, far)
             send(near, b"x", tag=number)

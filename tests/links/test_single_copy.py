@@ -77,11 +77,14 @@ def no_end():
 def handle_of(lent, look_for_end=no_end, meanwhile=None, peer=1):
     """Return the handle of a loan on a connection that cannot send it by stream."""
 
-    def send_small(*message):
+    def enqueue(*_):
         raise LoanRefusedError("there is no stream")
 
-    connection = SimpleNamespace(peer=peer, look_for_end=look_for_end, send_small=send_small)
-    return SendHandle(connection, lent, (0, 0, 0), ((), 0), meanwhile, None)
+    outbox = SimpleNamespace(enqueue=enqueue, withdraw=lambda _: True)
+    connection = SimpleNamespace(
+        peer=peer, look_for_end=look_for_end, outbox=outbox, at_once=Deadline(0.0)
+    )
+    return SendHandle(connection, lent, (0, 0, 0), ((), 0), meanwhile)
 
 
 def settle(lent, timeout=PATIENCE, *, look_for_end=no_end, meanwhile=None):

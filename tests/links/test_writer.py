@@ -76,7 +76,7 @@ def test_header_and_payload_leave_in_one_system_call(make_link):
     for nbytes in (0, 100, 16384, 100_000):
         link = make_link()
         sock = link.connection.stream
-        link.connection._writer._send = counted(sock.send)
+        link.connection.outbox._send = counted(sock.send)
         sock.sock = Proxied(sock.sock, sendmsg=counted(sock.sock.sendmsg))
         send(link.connection, bytes(nbytes))
         assert calls.pop() == HEADER_NBYTES + nbytes
@@ -120,7 +120,7 @@ def test_threads_never_interleave_their_frames(connections):
 def test_held_frames_leave_in_order_with_the_next_one(link):
     calls = []
     sock = link.connection.stream
-    link.connection._writer._stream = Proxied(
+    link.connection.outbox._stream = Proxied(
         sock, write=lambda *given: calls.append(1) or sock.write(*given)
     )
     for number in range(3):
@@ -254,7 +254,7 @@ def test_the_rest_of_a_message_that_was_not_taken_in_time_leaves_later(link):
 
 def test_the_deadline_covers_the_frames_of_other_threads(link):
     blocked = Running(send, link.connection, bytes(64 * MIB), timeout=PATIENCE)
-    eventually(link.connection._writer._lock.locked)
+    eventually(link.connection.outbox._lock.locked)
     deadline = Deadline(0.1)
     with pytest.raises(DeadlineExceededError, match="other threads"):
         link.connection.send((0, Channel.MESSAGE, 0), ([b"x"], 1), deadline)
@@ -433,7 +433,7 @@ def test_an_interrupt_anywhere_in_a_send_that_is_too_late_leaves_whole_frames(ma
     def run(interrupting):
         near, far = make_pair("unix", introduced=False)
         rests = []
-        near._writer._on_rest = lambda: rests.append(near)
+        near.outbox._on_rest = lambda: rests.append(near)
         sent = bytearray(b"\2" * (8 * MIB))
         with suppress(Interrupt, DeadlineExceededError), interrupting:
             near.send((0, Channel.MESSAGE, 2), ([sent], len(sent)), Deadline(0.001))
@@ -454,12 +454,12 @@ class Interrupted:
 @pytest.mark.fault(37, "a send that cannot be finished ends the connection")
 def test_a_send_that_was_interrupted_too_often_ends_the_connection(make_pair):
     near, _ = make_pair("unix", introduced=False)
-    put_in_order = near._writer._put_in_order
+    put_in_order = near.outbox._put_in_order
 
     def put_in_order_interrupted(_):
         raise Interrupt
 
-    near._writer._put_in_order = put_in_order_interrupted
+    near.outbox._put_in_order = put_in_order_interrupted
     with pytest.raises(Interrupt):
         near.send(
             (0, Channel.MESSAGE, 5),
@@ -467,7 +467,7 @@ def test_a_send_that_was_interrupted_too_often_ends_the_connection(make_pair):
             Deadline(PATIENCE),
             meanwhile=Interrupted(),
         )
-    near._writer._put_in_order = put_in_order
+    near.outbox._put_in_order = put_in_order
     with pytest.raises(PeerLostError, match="interrupted again and again"):
         send(near, b"next")
 
@@ -475,7 +475,7 @@ def test_a_send_that_was_interrupted_too_often_ends_the_connection(make_pair):
 def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pair):
     rests = []
     near, far = make_pair("unix", introduced=False)
-    near._writer._on_rest = lambda: rests.append(near)
+    near.outbox._on_rest = lambda: rests.append(near)
     with pytest.raises(Interrupt):
         near.send(
             (0, Channel.MESSAGE, 5),

@@ -293,7 +293,7 @@ def test_ranks_that_all_send_before_they_know_of_each_other_do_not_wait_for_each
         running = [Running(turn, rank) for rank in range(world_size)]
         for rank, backend in enumerate(world):
             peer = backend._peers[(rank + 1) % world_size]
-            eventually(lambda peer=peer: peer.messages and peer.messages._writer._lock.locked())
+            eventually(lambda peer=peer: peer.messages and peer.messages.outbox._lock.locked())
         time.sleep(0.2)
         come_in.set()
         assert [each.result(2 * QUICK) for each in running] == [True] * world_size

@@ -205,7 +205,7 @@ def test_the_buffers_of_a_call_to_oneself_are_free_at_once(ports):
 def test_a_cancel_that_cannot_be_sent_now_is_sent_by_who_polls(ports):
     caller, callee = ports
     call(caller, 1)
-    lock = caller._calls.inbox_of(1).connection._writer._lock
+    lock = caller._calls.inbox_of(1).connection.outbox._lock
     with lock:  # another thread is just sending
         caller.cancel(1, 1)
         assert caller._calls.unsent_cancels

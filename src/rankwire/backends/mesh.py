@@ -177,7 +177,6 @@ class Mesh(Backend):
             deadline,
             self.lookout,
             while_sending=None if check is None else self.lookout.checking(check),
-            again=self.timeout,
         )
 
     def begin(
@@ -186,7 +185,7 @@ class Mesh(Backend):
         """Send one message without waiting for the peer to take it."""
         peer = self._peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
-        return post(connection, envelope, message, self.lookout, self.timeout)
+        return post(connection, envelope, message, self.lookout)
 
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None

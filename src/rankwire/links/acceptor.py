@@ -201,9 +201,14 @@ class Acceptor(EventThread):
             self._drop(stranger, f"rank {hello.rank}: {status.name}")
             return
         self._release(stranger)
-        # After the verdict, but before this thread hears anything else: a peer that is welcome,
-        # sends and leaves is still heard.
-        self._house.enter(hello, stranger.stream, stranger.responder.seals())
+        # After the verdict, but before this thread reads anything else: what a welcome peer sends
+        # before it leaves is still received.
+        try:
+            self._house.enter(hello, stranger.stream, stranger.responder.seals())
+        except BaseException:
+            stranger.stream.shut_down()  # wakes a thread that reads it already
+            stranger.stream.close()
+            raise
 
     def _drop(self, stranger: _Stranger, reason: str) -> None:
         _log.debug("dropped a connection: %s", reason)

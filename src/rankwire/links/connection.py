@@ -119,7 +119,7 @@ class Connection(FrameReader):
             self._may_share and self._spin.most > 0.0 and CAN_SHARE and max_nbytes >= RING_NBYTES
         )
         self._unanswered = Unanswered(clock)
-        self._writer = Outbox(
+        self.outbox = Outbox(
             stream,
             peer=peer,
             seal=None if seals is None else seals.outgoing,
@@ -127,8 +127,8 @@ class Connection(FrameReader):
             fail=self.fail,
             explain=self._why_not_sent,
         )
-        self.send_small = self._writer.send  # ``send`` for less than ``lend_from``, without a hop
-        self.post_small = self._writer.post  # the same, without waiting
+        self.send_small = self.outbox.send  # ``send`` for less than ``lend_from``, without a hop
+        self.post_small = self.outbox.post  # the same, without waiting
         self.at_once = Deadline(0.0, clock)
         self._lent: list[Lent] = []  # posted, until the peer has read it
         guard(self)
@@ -151,19 +151,19 @@ class Connection(FrameReader):
     @property
     def is_holding(self) -> bool:
         """Whether frames wait here to be flushed, or have to be put in order."""
-        return self._writer.is_holding
+        return self.outbox.is_holding
 
     @property
     def frames_sent(self) -> int:
         """How many frames have been sent, counting those that wait here."""
-        return self._writer.frames_sent
+        return self.outbox.frames_sent
 
     @property
     def queued_nbytes(self) -> int:
         """Bytes that the peer has not taken: held back here, in a ring or in the kernel."""
-        ring = self._writer.ring
+        ring = self.outbox.ring
         in_ring = 0 if ring is None else ring.unread_nbytes
-        return self._writer.held_nbytes + in_ring + self.stream.unsent_nbytes()
+        return self.outbox.held_nbytes + in_ring + self.stream.unsent_nbytes()
 
     def is_unanswered(self, seconds: float) -> bool:
         """Whether the peer's host has not acknowledged what is under way for so long.
@@ -205,7 +205,7 @@ class Connection(FrameReader):
         """
         if message[1] >= self.lend_from and self._protocol.can_lend:
             if deadline.limit <= 0.0:  # the peer cannot have read it in no time
-                raise self._writer.not_taken(deadline)
+                raise self.outbox.not_taken(deadline)
             handle = offer(self, envelope, message, deadline, meanwhile)
             if handle is not None:
                 try:
@@ -213,7 +213,7 @@ class Connection(FrameReader):
                 finally:
                     handle.revoke()  # also if an interrupt fell before ``settle``
             return
-        self._writer.send(envelope, message, deadline, hold, meanwhile)
+        self.outbox.send(envelope, message, deadline, hold, meanwhile)
 
     def flush(self, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
         """Send the frames that were held back.
@@ -221,7 +221,7 @@ class Connection(FrameReader):
         Raises:
             RankwireError: The peer does not take them now, or the connection has failed.
         """
-        self._writer.flush(deadline, meanwhile)
+        self.outbox.flush(deadline, meanwhile)
 
     def greet(self, deadline: Deadline) -> None:
         """Tell the peer that this end is there; from now on an end of the stream is a death."""
@@ -255,15 +255,15 @@ class Connection(FrameReader):
         Not before this end has introduced itself: a peer that dialled may still give up.
         """
         offer, stream = self._protocol.ring_offer, self.stream
-        if offer is None or not self._may_share or not self._writer.frames_sent:
+        if offer is None or not self._may_share or not self.outbox.frames_sent:
             return
         self._protocol.ring_offer = None
-        if self._writer.ring is not None or not isinstance(stream, UnixStream):
+        if self.outbox.ring is not None or not isinstance(stream, UnixStream):
             return
         try:
             ring = stream.open_ring(offer)
-            self._writer.send(*self._protocol.acceptance(), AT_ONCE)
-            self._writer.ring = ring
+            self.outbox.send(*self._protocol.acceptance(), AT_ONCE)
+            self.outbox.ring = ring
         except (OSError, ValueError, RankwireError) as error:
             _log.debug("there is no ring to rank %d: %s", self.peer, error)
 
@@ -271,7 +271,7 @@ class Connection(FrameReader):
         """Tell the peer that this end leaves in good order, if that can be said at once."""
         end = ChannelClosedError("this end has left").during(peer=self.peer)
         try:
-            self._writer.send(FAREWELL, ((), 0), deadline, last=end)
+            self.outbox.send(FAREWELL, ((), 0), deadline, last=end)
         except RankwireError:
             return  # it is gone, or takes nothing any more: then it sees the end of the stream
         self.failure = self.failure or end
@@ -316,13 +316,13 @@ class Connection(FrameReader):
     def _drop_rings(self) -> None:
         if isinstance(self.stream, UnixStream):
             self.stream.drop_ring()
-        self._parser.ring = self._writer.ring = None
+        self._parser.ring = self.outbox.ring = None
 
     def close_in_child(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""
         self.failure = ForkedProcessError("this connection")
         self.filling = runtime.Lock()
-        self._writer.close_in_child(self.failure)
+        self.outbox.close_in_child(self.failure)
         self.stream.close()
         self._drop_rings()
 

@@ -39,7 +39,7 @@ class ConnectionEnd:
         failure: Why it cannot be used any more, if that is so.
     """
 
-    _writer: Outbox
+    outbox: Outbox
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ConnectionEnd:
 
     def _end(self, cause: RankwireError) -> None:
         """Keep the first cause. The writer's first: it must not send when nothing is read."""
-        self._writer.failure = self._writer.failure or cause
+        self.outbox.failure = self.outbox.failure or cause
         self.failure = self.failure or cause
 
     def explain_end(self, error: RankwireError) -> RankwireError:

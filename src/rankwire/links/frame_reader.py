@@ -231,7 +231,7 @@ class FrameReader(ConnectionEnd):
         if self._protocol.has_ring and isinstance(self.stream, UnixStream):
             self.stream.ring_is_open()
         if self._protocol.state is ConnectionState.LEFT:
-            self._writer.failure = self.failure = self.failure or left(self.peer)
+            self.outbox.failure = self.failure = self.failure or left(self.peer)
         if self._parser.violation is not None:
             # Raised by the next read; now, so that nobody sleeps until there is more to read.
             self._spoiled(self._parser.violation)

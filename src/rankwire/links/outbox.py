@@ -74,12 +74,7 @@ class Outbox(FrameWriter):
                 pass
         queued = Queued(self, envelope, message)
         try:
-            self.waiting.append(queued)
-            try:
-                self.flush(at_once)
-            except DeadlineExceededError:
-                if self._on_rest is not None:
-                    self._on_rest()
+            self.enqueue(queued, at_once)
             return None if self.has_left(queued) else queued
         except BaseException:
             try:
@@ -87,6 +82,16 @@ class Outbox(FrameWriter):
             finally:
                 self.withdraw(queued)  # an interrupt may have fallen into the first
             raise
+
+    def enqueue(self, queued: Queued, at_once: Deadline) -> None:
+        """Send a message without waiting, before all that is sent later. Safe to repeat."""
+        if queued not in self.waiting and queued.number is None:  # a sender sets this first
+            self.waiting.append(queued)
+        try:
+            self.flush(at_once)
+        except DeadlineExceededError:
+            if self._on_rest is not None:
+                self._on_rest()
 
     def has_left(self, queued: Queued) -> bool:
         """Whether all of a message has left."""

@@ -30,8 +30,6 @@ class SendHandle:
         envelope: The envelope it is received under.
         message: Its payload.
         meanwhile: What to read while waiting.
-        again: Seconds for sending it by stream if the peer cannot read this process's memory; None
-            is the deadline of the wait. A message of which a part has left must be finished.
 
     Attributes:
         explain: Returns the error to raise instead of one from below; a group sets it, to name its
@@ -39,7 +37,6 @@ class SendHandle:
     """
 
     __slots__ = (
-        "_again",
         "_connection",
         "_envelope",
         "_meanwhile",
@@ -55,14 +52,12 @@ class SendHandle:
         envelope: Envelope,
         message: Message,
         meanwhile: Meanwhile | None,
-        again: float | None,
     ) -> None:
         self._connection = connection
         self._posted = posted
         self._envelope = envelope
         self._message = message
         self._meanwhile = meanwhile
-        self._again = again
         self.explain: Callable[[RankwireError], RankwireError] | None = None
 
     def wait(self, deadline: Deadline) -> bool:
@@ -72,10 +67,18 @@ class SendHandle:
             RankwireError: The connection has failed.
         """
         posted = self._posted
+        connection = self._connection
         try:
-            if isinstance(posted, Queued):
-                return posted.outbox.finish(posted, deadline, self._meanwhile)
-            return self._wait_for_receipt(posted, deadline)
+            if isinstance(posted, Lent):
+                try:
+                    return self._wait_for_receipt(posted, deadline)
+                except LoanRefusedError:
+                    posted.revoke()
+                # Noted before it is sent: a wait that is repeated must not send it twice.
+                self._posted = posted = Queued(connection.outbox, self._envelope, self._message)
+            if posted.number is None:
+                posted.outbox.enqueue(posted, connection.at_once)
+            return posted.outbox.finish(posted, deadline, self._meanwhile)
         except RankwireError as error:
             if self.explain is None:
                 raise
@@ -84,17 +87,11 @@ class SendHandle:
     def _wait_for_receipt(self, lent: Lent, deadline: Deadline) -> bool:
         if lent.was_read:  # and the thread that saw it was interrupted
             return True
-        connection = self._connection
-        try:
-            if lent.wait(deadline, connection.look_for_end, self._meanwhile):
-                return True
-            connection.look_for_end()  # an ended connection revokes its loans
-            return False
-        except LoanRefusedError:
-            lent.revoke()
-            limit = deadline if self._again is None else Deadline(self._again, deadline.clock)
-            connection.send_small(self._envelope, self._message, limit, False, self._meanwhile)
+        look_for_end = self._connection.look_for_end
+        if lent.wait(deadline, look_for_end, self._meanwhile):
             return True
+        look_for_end()  # an ended connection revokes its loans
+        return False
 
     def settle(self, deadline: Deadline) -> None:
         """Wait until the buffers are free; if that fails, withdraw the message and raise.
@@ -143,7 +140,6 @@ def offer(
     meanwhile: Meanwhile | None = None,
     *,
     while_sending: Meanwhile | None = None,
-    again: float | None = None,
 ) -> SendHandle | None:
     """Send one message, but do not wait for a peer that reads it out of this process's memory.
 
@@ -154,7 +150,6 @@ def offer(
         deadline: For handing it over.
         meanwhile: What to read while the peer does not take it.
         while_sending: Used here in place of ``meanwhile``, which the handle uses.
-        again: See ``SendHandle``.
 
     Returns:
         None if the buffers are free.
@@ -168,7 +163,7 @@ def offer(
                 connection.send_small(
                     _lent_under(envelope), _parcel(description), deadline, False, reading
                 )
-                return SendHandle(connection, lent, envelope, message, meanwhile, again)
+                return SendHandle(connection, lent, envelope, message, meanwhile)
             except BaseException:
                 try:
                     lent.revoke()
@@ -184,7 +179,6 @@ def post(
     envelope: Envelope,
     message: Message,
     meanwhile: Meanwhile | None = None,
-    again: float | None = None,
 ) -> SendHandle | None:
     """Send one message without waiting; the arguments and the result are those of ``offer``.
 
@@ -203,7 +197,7 @@ def post(
             posted, description = loan
             connection.keep(posted)
             connection.post_small(_lent_under(envelope), _parcel(description), connection.at_once)
-        return SendHandle(connection, posted, envelope, message, meanwhile, again)
+        return SendHandle(connection, posted, envelope, message, meanwhile)
     except BaseException:
         if posted is not None:
             try:
