@@ -281,25 +281,24 @@ class AgentCalls:
         Raises:
             ConfigurationError: The rank or the timeout is invalid.
         """
-        dst, limit = self._checked(dst, timeout)
-
-        def rpc_sync(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name = function if type(function) is str else self._registry.name_of(function)
-            call = serving.get()
-            return self._caller.call(dst, name, self._limited(limit, call), call, args, kwargs)
-
-        return RemoteRank(rpc_sync, f"rank {dst}, each call within {limit:g} s")
+        return RemoteRank(*self._calls_to(dst, timeout, self._caller.call))
 
     def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
         """Return a proxy as ``to`` does; its calls return futures."""
-        dst, limit = self._checked(dst, timeout)
+        return AsyncRemoteRank(*self._calls_to(dst, timeout, self._caller.start))
 
-        def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _calls_to(
+        self, dst: int, timeout: float | None, make: Callable[..., Any]
+    ) -> tuple[MakeCall, str]:
+        limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
+        dst = check_rank(dst, self.backend.world_size)
+
+        def make_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = function if type(function) is str else self._registry.name_of(function)
             call = serving.get()
-            return self._caller.start(dst, name, self._limited(limit, call), call, args, kwargs)
+            return make(dst, name, self._limited(limit, call), call, args, kwargs)
 
-        return AsyncRemoteRank(rpc_async, f"rank {dst}, each call within {limit:g} s")
+        return make_call, f"rank {dst}, each call within {limit:g} s"
 
     def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
         if timeout is None:
@@ -311,7 +310,3 @@ class AgentCalls:
     def _limited(self, limit: float, call: Call | None) -> Deadline:
         deadline = Deadline(limit, self._clock)
         return deadline if call is None else call.deadline_of_nested(deadline)
-
-    def _checked(self, dst: int, timeout: float | None) -> tuple[int, float]:
-        limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
-        return check_rank(dst, self.backend.world_size), limit

@@ -227,14 +227,14 @@ class NestedWaits:
             return True
 
     def wait_for_room(
-        self, call: Call, port: CallPort, dst: int, name: str, limit: int, deadline: Deadline
+        self, call: Call | None, port: CallPort, dst: int, name: str, limit: int, deadline: Deadline
     ) -> bool:
         """Wait until fewer than ``limit`` calls to a rank are in flight; False if it is late.
 
         Raises:
             CircularCallError: The calls in flight wait for this one.
         """
-        if not self._server.is_run_here(call):
+        if call is None or not self._server.is_run_here(call):
             return port.wait_for_room(dst, limit, deadline)
         if port.wait_for_room(dst, limit, deadline.sooner(_FIRST_CHECK)):
             return True
@@ -258,11 +258,10 @@ class NestedWaits:
                 if key is None:
                     continue
                 seen = self._check(key, deadline)
-                if seen is not None and suspected is not None:
-                    if seen.evidence == suspected.evidence:
-                        if seen.gives_up == key:
-                            raise _error_of(seen)
-                        seen = None  # another call of the cycle gives up
+                if seen and suspected and seen.evidence == suspected.evidence:
+                    if seen.gives_up == key:
+                        raise _error_of(seen)
+                    seen = None  # another call of the cycle gives up
                 suspected = seen
                 interval = min(interval * _INTERVAL_GROWTH, _LONGEST_INTERVAL)
             return True
@@ -285,8 +284,6 @@ class NestedWaits:
 
 
 def _error_of(cycle: CallCycle) -> CircularCallError:
-    names = [call.name for call in cycle.calls]
-    ranks = [key.rank for key in cycle.members]
-    return CircularCallError(
-        list(zip(ranks, names, strict=True)), [call.doing for call in cycle.calls]
-    )
+    pairs = zip(cycle.members, cycle.calls, strict=True)
+    doing = [call.doing for call in cycle.calls]
+    return CircularCallError([(key.rank, call.name) for key, call in pairs], doing)

@@ -64,15 +64,7 @@ class Caller:
         self._server = server
         self._inquiries = CallInquiries(backend, port, codec, self._ids, server)
         self._nested_waits = NestedWaits(server, self._inquiries.ask)
-        self.futures = PendingFutures(
-            self,
-            port,
-            codec,
-            self._allowance,
-            self._inquiries,
-            clock=backend.clock,
-            run_soon=server.run_soon,
-        )
+        self.futures = PendingFutures(self, self._allowance, self._inquiries)
 
     @property
     def is_waiting(self) -> bool:
@@ -271,13 +263,7 @@ class Caller:
 
     def _wait_for_room(self, dst: int, name: str, deadline: Deadline, call: Call | None) -> None:
         limit = self._max_in_flight
-        if call is None:
-            has_room = self._port.wait_for_room(dst, limit, deadline)
-        else:
-            has_room = self._nested_waits.wait_for_room(
-                call, self._port, dst, name, limit, deadline
-            )
-        if not has_room:
+        if not self._nested_waits.wait_for_room(call, self._port, dst, name, limit, deadline):
             raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
 
     # -- reservations for large calls --------------------------------------------------------------

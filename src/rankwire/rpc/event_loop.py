@@ -40,13 +40,6 @@ class EventLoop:
         """The identifier of its thread, once it runs."""
         return None if self._thread is None else self._thread.ident
 
-    @property
-    def cancelled(self) -> type[BaseException]:
-        """The exception that a cancelled coroutine sees."""
-        import asyncio
-
-        return asyncio.CancelledError
-
     def run(self, make: Callable[[], Coroutine[Any, Any, None]], holder: _HasTask) -> bool:
         """Start a coroutine and set ``holder.task``; return False if the loop is closed."""
         loop = self._running_loop()
@@ -104,9 +97,8 @@ class EventLoop:
             self._loop = None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
-            if (
-                thread is not runtime.current_thread()
-            ):  # a coroutine may close the agent that serves it
+            # A coroutine may close the agent that serves it.
+            if thread is not runtime.current_thread():
                 self._clock.join(thread, patience)
 
 

@@ -190,11 +190,9 @@ def _bases_of(error: BaseException) -> list[str]:
     if isinstance(error, RankwireError):
         return []
     bases = type(error).__mro__[1:]
-    return [class_name(base) for base in bases if _is_told(base)]
-
-
-def _is_told(kind: type) -> bool:
-    return issubclass(kind, Exception) and kind is not Exception
+    return [
+        class_name(base) for base in bases if issubclass(base, Exception) and base is not Exception
+    ]
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,13 +7,10 @@ serving threads, because callbacks may take long. A rank is asked once about all
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
-from rankwire.clock import Clock
-from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
@@ -23,7 +20,6 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import invalidate
-from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call_inquiries import CallInquiries, Explain
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import decode_reply
@@ -47,28 +43,18 @@ class PendingFutures:
         drive: Waits for the reply of a future.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        port: CallPort,
-        codec: Codec,
-        allowance: Allowance,
-        inquiries: CallInquiries,
-        *,
-        clock: Clock,
-        run_soon: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, caller: Caller, allowance: Allowance, inquiries: CallInquiries) -> None:
         self.pending: dict[int, RpcFuture[Any]] = {}
         self.lock = runtime.RLock()
         self.drive = caller.drive
         self._caller = caller
-        self.port = port
-        self._codec = codec
+        self.port = inquiries.port
+        self._codec = inquiries.codec
         self._allowance = allowance
         self._inquiries = inquiries
-        self._clock = clock
-        self._run_soon = run_soon
-        self._next_check = Deadline(0.0, clock)
+        self._clock = inquiries.backend.clock
+        self._run_soon = inquiries.server.run_soon
+        self._next_check = Deadline(0.0, self._clock)
         self._expiring: set[int] = set()  # late, and their callees are being asked
 
     def replied(self, future: RpcFuture[Any], receive: Receive) -> None:

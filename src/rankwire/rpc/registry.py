@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial, partialmethod
+from functools import cached_property, partial, partialmethod
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -41,8 +41,6 @@ class Function:
         owner: The name of the registered object whose method it is, or None.
     """
 
-    __slots__ = ("_takes_timeout", "copies", "is_async", "is_slow", "name", "owner", "target")
-
     def __init__(
         self,
         name: str,
@@ -57,14 +55,19 @@ class Function:
         self.target = target
         self.is_async = is_coroutine_function(target)
         self.is_slow = False
-        self._takes_timeout: bool | None = None
 
-    @property
+    @cached_property
     def takes_timeout(self) -> bool:
         """Whether it has a parameter ``timeout``. Cached: finding out takes as long as a call."""
-        if self._takes_timeout is None:
-            self._takes_timeout = _has_timeout(self.target)
-        return self._takes_timeout
+        try:
+            parameters = inspect.signature(self.target).parameters
+        except (TypeError, ValueError):  # functions written in C may have no signature
+            return False
+        parameter = parameters.get("timeout")
+        return parameter is not None and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
 
 
 def is_coroutine_function(target: Callable[..., Any]) -> bool:
@@ -124,8 +127,6 @@ class Habits:
 
 class ResolvedFunction(Function):
     """A function for one call, which shares its habits with other calls."""
-
-    __slots__ = ("_habits",)
 
     def __init__(self, name: str, target: Callable[..., Any], habits: Habits) -> None:
         self.name = name
@@ -290,18 +291,6 @@ def _is_method(member: Any) -> bool:
     if isinstance(member, (FunctionType, staticmethod, classmethod, partialmethod)):
         return True
     return hasattr(member, "__wrapped__") and callable(member) and not isinstance(member, type)
-
-
-def _has_timeout(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # functions written in C may have no signature
-        return False
-    parameter = parameters.get("timeout")
-    return parameter is not None and parameter.kind in (
-        parameter.POSITIONAL_OR_KEYWORD,
-        parameter.KEYWORD_ONLY,
-    )
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -243,14 +243,11 @@ class DeferredReply:
     """The reply of one call, due when a future is done. Safe from any thread."""
 
     def __init__(
-        self,
-        call: ServedCall,
-        future: Future[Any],
-        forget: Callable[[DeferredReply], None],
+        self, call: ServedCall, future: Future[Any], unsent: dict[DeferredReply, None]
     ) -> None:
         self._call = call
         self.future = future
-        self._forget = forget  # called once it needs no more checks
+        self._unsent = unsent  # those that need checks
         self._turn = runtime.Lock()
         self._is_answered = False
 
@@ -267,7 +264,7 @@ class DeferredReply:
             if grip[0] and not self._is_answered:
                 self._call.answer_deferred(self.future)
                 self._is_answered = True
-                self._forget(self)
+                self._unsent.pop(self, None)
         finally:
             if grip == [True] and not self._is_answered:
                 self._turn.release()
@@ -298,7 +295,7 @@ class DeferredReplies:
 
     def begin(self, call: ServedCall, future: Future[Any]) -> None:
         """Answer a call when a future is done, or at once if it is."""
-        reply = DeferredReply(call, future, self._forget)
+        reply = DeferredReply(call, future, self._unsent)
         # Before the callback can forget it, and before ``cancelled`` is read: a cancelling thread
         # sets that and then reads ``call.deferred``.
         self._unsent[reply] = None
@@ -306,15 +303,12 @@ class DeferredReplies:
         try:
             future.add_done_callback(lambda _: reply.answer())
         except BaseException:
-            self._forget(reply)
+            self._unsent.pop(reply, None)
             raise
         if call.cancelled:
             reply.give_up()
         elif reply in self._unsent:
             self._expect_work()
-
-    def _forget(self, reply: DeferredReply) -> None:
-        self._unsent.pop(reply, None)
 
     def check(self) -> bool:
         """Give up late replies; return whether any is not sent yet. The standby calls this."""

@@ -208,6 +208,8 @@ class ServedCall(Call):
         return self._server.replies.unwanted()
 
     async def _run_async(self, request: Request) -> None:
+        import asyncio  # the event loop has imported it
+
         serving.set(self)
         message: Message | None
         try:
@@ -221,7 +223,7 @@ class ServedCall(Call):
                     message = self._server.replies.value(
                         value, peer=self.src, copies=self.function.copies
                     )
-        except self._server.event_loop.cancelled:
+        except asyncio.CancelledError:
             message = self._cancelled_reply(began=True)
         except BaseException as error:  # as in ``run``
             message = self._failure_reply(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
@@ -308,19 +309,13 @@ class Server:
             _log.log(level, "%s still %s while its agent is closed", what, verb)
 
 
-class _Quick:
-    """The ``function`` of errands: they count as quick, because they do not repeat."""
-
-    is_slow = False
-
-
 class _Errand:
     """A job that is not a call and may take long, such as users' callbacks."""
 
     __slots__ = ("_do",)
 
     depth = 1  # so that it does not count as a worker's call
-    function = _Quick()
+    function = SimpleNamespace(is_slow=False)  # it does not repeat
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do = do

@@ -24,24 +24,23 @@ _CHECK_EVERY = 0.1  # seconds, to notice other ranks and signals; a stop wakes a
 
 
 class StopSignal:
-    """Whether an agent is to stop serving. Every method is safe from any thread."""
+    """Whether an agent is to stop serving. Every method is safe from any thread.
+
+    Attributes:
+        is_asked: Whether the launcher has asked this rank to end.
+    """
 
     def __init__(self, backend: Backend, is_closed: Callable[[], bool]) -> None:
         self._backend = backend
         self._is_closed = is_closed
         self._told = runtime.Event()
-        self._is_asked = False  # by the launcher
+        self.is_asked = False
         self._alone: Deadline | None = None  # for lost ranks to return
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the launcher has asked this rank to end."""
-        return self._is_asked
 
     @property
     def is_told(self) -> bool:
         """Whether a rank or the launcher has told this rank to stop."""
-        return self._is_asked or self._told.is_set()
+        return self.is_asked or self._told.is_set()
 
     def tell(self) -> None:
         """Tell it to stop, permanently."""
@@ -104,7 +103,7 @@ class StopSignal:
             return
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._is_asked = True
+            self.is_asked = True
 
         try:
             signal.signal(signal.SIGTERM, note)
