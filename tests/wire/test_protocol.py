@@ -19,6 +19,7 @@ from rankwire.wire.frames import LOAN, Channel, Frame, UnreadPayload
 from rankwire.wire.loans import pack_loan
 from rankwire.wire.parser import FrameParser
 from rankwire.wire.protocol import (
+    BELL,
     FAREWELL,
     ConnectionState,
     Protocol,
@@ -260,7 +261,7 @@ def test_one_end_learns_from_the_greeting_whether_the_other_can_borrow(cannot_bo
 
 def test_a_greeting_that_only_says_that_this_end_is_there():
     hearing = make()
-    envelope, (pieces, nbytes) = make(cannot_borrow="no").greeting()
+    envelope, (pieces, nbytes) = BELL
     assert (list(pieces), nbytes) == ([], 0)
     take(hearing, Frame(envelope, bytearray()))
     assert hearing.can_lend is None

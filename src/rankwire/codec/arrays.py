@@ -89,15 +89,10 @@ def dtype_code(dtype: DType) -> str | None:
     return code if _CARRIED.fullmatch(code) and np.dtype(code) == dtype else None
 
 
-def has_carried_ndim(array: Array) -> bool:
-    """Return whether an array has few enough dimensions to be sent."""
-    return array.ndim <= MAX_NDIM
-
-
 def array_body(array: Array) -> bytes | None:
     """Return the description of an array, or None if it cannot be sent."""
     code = dtype_code(array.dtype)
-    if code is None or not has_carried_ndim(array):
+    if code is None or array.ndim > MAX_NDIM:
         return None
     return _pack([code, array.flags.fnc, *array.shape])
 
@@ -107,14 +102,10 @@ def array_bytes(array: Array) -> memoryview:
     return array.ravel("A").view(np.uint8).data
 
 
-def array_head(body: memoryview) -> ArrayHead:
-    """Check the description of an array."""
-    return _known_head(bytes(body))
-
-
 # Programs send few kinds of arrays, and checking a head takes a third of the decoding time.
 @lru_cache(maxsize=256)
-def _known_head(body: bytes) -> ArrayHead:
+def array_head(body: bytes) -> ArrayHead:
+    """Check the description of an array."""
     code, is_fortran, *shape = description_parts(body)
     if type(code) is not str or type(is_fortran) is not bool:
         raise InvalidMessageError("malformed description of an array")
@@ -122,11 +113,10 @@ def _known_head(body: bytes) -> ArrayHead:
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
-    """Return the array whose bytes are in the payload from ``start`` on, as a view.
-
-    The caller has checked that all bytes are there.
-    """
-    _check_elements(head, payload, start)
+    """Return the array whose bytes are in the payload from ``start`` on, all there, as a view."""
+    if head.nbytes and head.dtype.kind in "bU":
+        itemsize = head.dtype.itemsize
+        check_strided(head.dtype, (head.nbytes // itemsize,), (itemsize,), payload, start)
     # Positional arguments: keywords would triple the cost.
     return np.ndarray(head.shape, head.dtype, payload, start, None, "F" if head.is_fortran else "C")
 
@@ -161,22 +151,14 @@ def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
     return ArrayHead(dtype, tuple(shape), is_fortran, nbytes)
 
 
-def _check_elements(head: ArrayHead, payload: bytearray, start: int) -> None:
-    """Refuse bytes that would make numpy or torch misbehave later.
+def check_strided(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], payload: bytearray, start: int
+) -> None:
+    """Refuse bytes, at these strides, that would make numpy or torch misbehave later.
 
     A bool must be 0 or 1: other values are undefined behaviour in C++. A character must exist:
     numpy raises ``SystemError`` when it reads another.
     """
-    if head.nbytes == 0 or head.dtype.kind not in "bU":
-        return
-    itemsize = head.dtype.itemsize
-    check_strided(head.dtype, (head.nbytes // itemsize,), (itemsize,), payload, start)
-
-
-def check_strided(
-    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], payload: bytearray, start: int
-) -> None:
-    """Check that the bytes of a payload at these strides are values of the dtype."""
     if dtype.kind not in "bU" or not math.prod(shape):
         return
     unit: DType = np.dtype("u1")

@@ -168,7 +168,7 @@ class ClassTable:
             )
         name = cls.__qualname__ if name is None else name
         known = self.of_class(cls)
-        if known is not None and known.name == name and _has_hooks(known, take, build):
+        if known is not None and known.name == name and _hooks_of(known) == (take, build):
             return
         if known is not None:
             raise ConfigurationError(f"{cls.__qualname__} is registered already, as {known.name!r}")
@@ -193,10 +193,8 @@ class ClassTable:
 SHARED = ClassTable()
 
 
-def _has_hooks(carried: Carried, take: Take | None, build: Build | None) -> bool:
-    if isinstance(carried, HookedClass):
-        return carried.is_same(take, build)
-    return take is None and build is None
+def _hooks_of(carried: Carried) -> tuple[Take | None, Build | None]:
+    return (carried.take, carried.build_hook) if isinstance(carried, HookedClass) else (None, None)
 
 
 def _hooked(name: str, cls: type, take: Take | None, build: Build | None) -> HookedClass:
@@ -283,5 +281,5 @@ def options_of(cls: type) -> dict[str, Any] | None:
     carried = SHARED.registered(cls)
     if carried is None:
         return None
-    hooks = (carried.take, carried.build_hook) if isinstance(carried, HookedClass) else (None, None)
-    return {"name": carried.name, "take": hooks[0], "build": hooks[1]}
+    take, build = _hooks_of(carried)
+    return {"name": carried.name, "take": take, "build": build}

@@ -104,12 +104,6 @@ class HookedClass:
         self.take = take
         self.build_hook = build
 
-    def is_same(self, take: Take | None, build: Build | None) -> bool:
-        """Return whether it has these hooks."""
-        return (
-            self.take == take and self.build_hook == build
-        )  # bound methods are equal, not identical
-
     def build(self, state: Any, receiving: BuildContext) -> Any:
         """Build an instance of a received state.
 

@@ -256,7 +256,8 @@ def refuse_wide_maps(body: memoryview) -> None:
     if len(body) <= MIN_SCANNED_NBYTES:
         return
     position = 0
-    while (position := _skip_short_tokens(body, position)) < len(body):
+    # The pattern matches at least the empty string.
+    while (position := _SHORT_TOKENS.match(body, position).end()) < len(body):  # type: ignore[union-attr]
         if body[position] not in _LONG_TOKENS:
             raise InvalidMessageError(f"a native map of more than {MAX_NATIVE_MAP}, or no msgpack")
         position = _skip_long_token(body, position)
@@ -277,8 +278,3 @@ def _skip_long_token(body: memoryview, position: int) -> int:
     width, besides = _LONG_TOKENS[body[position]]
     nbytes = int.from_bytes(body[position + 1 : position + 1 + width], "big")
     return position + 1 + width + besides + nbytes
-
-
-def _skip_short_tokens(body: memoryview, position: int) -> int:
-    match = _SHORT_TOKENS.match(body, position)  # matches at least the empty string
-    return match.end() if match else position

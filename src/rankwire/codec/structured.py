@@ -39,7 +39,7 @@ _unpack = msgspec.msgpack.Decoder(list[bool | int | _described_type()]).decode  
 
 def array_body(array: Array) -> bytes | None:
     """Return the description of a structured array, or None if it cannot be sent."""
-    described = describe(array.dtype) if arrays.has_carried_ndim(array) else None
+    described = describe(array.dtype) if array.ndim <= arrays.MAX_NDIM else None
     if described is None:
         return None
     body = _pack([described, array.flags.fnc, *array.shape])
@@ -58,7 +58,7 @@ def array_head(body: memoryview) -> ArrayHead:
 
 def advice_for(array: Array) -> str:
     """Return what to do with an array that neither this module nor ``arrays`` can describe."""
-    if not arrays.has_carried_ndim(array):
+    if array.ndim > arrays.MAX_NDIM:
         return f"It has {array.ndim} dimensions, more than numpy 1.26 has: reshape it."
     if array.dtype.hasobject:
         return "Its elements are Python objects: send array.tolist(), or an array of numbers."
@@ -161,10 +161,7 @@ def _copy_fields(source: Array, target: Array) -> None:
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
-    """Return the array whose bytes are in the payload from ``start`` on, as a view.
-
-    The caller has checked that all bytes are there.
-    """
+    """Return the array whose bytes are in the payload from ``start`` on, all there, as a view."""
     array = arrays.view_array(head, payload, start)
     _check_fields(array.dtype, array.shape, array.strides, payload, start)
     return array

@@ -96,13 +96,9 @@ def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
     return _pack([name, *tensor.shape]), elements
 
 
-def tensor_head(body: memoryview) -> tuple[str, ArrayHead]:
-    """Check the description of a tensor; return the dtype's name and the array below it."""
-    return _known_head(bytes(body))
-
-
 @lru_cache(maxsize=256)
-def _known_head(body: bytes) -> tuple[str, ArrayHead]:
+def tensor_head(body: bytes) -> tuple[str, ArrayHead]:
+    """Check the description of a tensor; return the dtype's name and the array below it."""
     return _tensor_head(*description_parts(body))
 
 

@@ -15,26 +15,12 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from rankwire.codec import (
-    arrays,
-    limits,
-    scalars,
-    structured,
-    tensors,
-)
+from rankwire.codec import arrays, limits, scalars, structured, tensors
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
 from rankwire.codec.hash_tables import MANY_KEYS
 from rankwire.codec.hooks import BuildContext, HookedClass
 from rankwire.codec.limits import ItemCount
-from rankwire.codec.values import (
-    ALIGNMENT,
-    KEYED,
-    MAX_DEPTH,
-    NBYTES,
-    Code,
-    build_deque,
-    build_slice,
-)
+from rankwire.codec.values import ALIGNMENT, KEYED, MAX_DEPTH, NBYTES, Code
 from rankwire.errors import InvalidMessageError
 
 _unpack = msgspec.msgpack.decode
@@ -154,10 +140,6 @@ class Reader:
         return start
 
 
-def _tuple(reader: Reader, body: memoryview) -> tuple[Any, ...]:
-    return tuple(reader.level(body))
-
-
 def _set(reader: Reader, body: memoryview) -> set[Any]:
     items = reader.level(body)
     reader.check_keys(items, is_set=True)
@@ -184,12 +166,17 @@ def _keyed(reader: Reader, body: memoryview, build: Callable[..., Any]) -> Any:
 
 def _deque(reader: Reader, body: memoryview) -> deque[Any]:
     items, longest = reader.level(body)
-    return build_deque(items, longest)
+    if type(items) is not list:
+        raise InvalidMessageError("the items of a deque are not a list")
+    if longest is not None and (type(longest) is not int or len(items) > longest):
+        raise InvalidMessageError("a deque of more items than it has room for")
+    return deque(items, longest)
 
 
 def _slice(reader: Reader, body: memoryview) -> slice:
     reader.refuse_odd_keys()  # Python 3.12 hashes slices
-    return build_slice(reader.level(body))
+    start, stop, step = reader.level(body)
+    return slice(start, stop, step)
 
 
 def _pairs(reader: Reader, keys: Any, values: Any) -> dict[Any, Any]:
@@ -205,14 +192,6 @@ def _buffer(reader: Reader, body: memoryview) -> memoryview:
     return memoryview(reader.payload)[start : start + nbytes]
 
 
-def _bytes(reader: Reader, body: memoryview) -> bytes:
-    return bytes(_buffer(reader, body))
-
-
-def _bytearray(reader: Reader, body: memoryview) -> bytearray:
-    return bytearray(_buffer(reader, body))
-
-
 def _pickle(reader: Reader, body: memoryview) -> Any:
     if reader.pickling is None:
         raise InvalidMessageError("the payload holds a pickle, and allow_pickle is off here")
@@ -220,7 +199,7 @@ def _pickle(reader: Reader, body: memoryview) -> Any:
 
 
 def _array(reader: Reader, body: memoryview) -> np.ndarray[Any, Any]:
-    head = arrays.array_head(body)
+    head = arrays.array_head(bytes(body))
     return arrays.view_array(head, reader.payload, reader.take(head.nbytes))
 
 
@@ -230,7 +209,7 @@ def _numpy_scalar(reader: Reader, body: memoryview) -> np.generic:
 
 
 def _tensor(reader: Reader, body: memoryview) -> Any:
-    dtype, head = tensors.tensor_head(body)
+    dtype, head = tensors.tensor_head(bytes(body))
     array = arrays.view_array(head, reader.payload, reader.take(head.nbytes))
     return tensors.view_tensor(dtype, array)
 
@@ -249,10 +228,6 @@ def _parameter(reader: Reader, body: memoryview) -> Any:
 def _torch_size(reader: Reader, body: memoryview) -> Any:
     reader.refuse_odd_keys()
     return tensors.build_size(reader.items(body))
-
-
-def _torch_constant(reader: Reader, body: memoryview) -> Any:
-    return tensors.build_constant(reader.items(body))
 
 
 def _enum(reader: Reader, body: memoryview) -> Any:
@@ -285,15 +260,15 @@ def _registered(reader: Reader, kind: type[Carried], name: Any) -> Carried:
 
 
 _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
-    Code.TUPLE: _tuple,
+    Code.TUPLE: lambda reader, body: tuple(reader.level(body)),
     Code.SET: _set,
     Code.FROZENSET: _frozenset,
     Code.DICT: _dict,
     **{code: partial(_keyed, build=build) for code, _, build in KEYED.values()},
     Code.DEQUE: _deque,
     Code.SLICE: _slice,
-    Code.BYTES: _bytes,
-    Code.BYTEARRAY: _bytearray,
+    Code.BYTES: lambda reader, body: bytes(_buffer(reader, body)),
+    Code.BYTEARRAY: lambda reader, body: bytearray(_buffer(reader, body)),
     Code.PICKLE: _pickle,
     Code.ARRAY: _array,
     Code.NUMPY_SCALAR: _numpy_scalar,
@@ -301,7 +276,7 @@ _LIFT: dict[int, Callable[[Reader, memoryview], Any]] = {
     Code.STRUCTURED_ARRAY: _structured_array,
     Code.PARAMETER: _parameter,
     Code.TORCH_SIZE: _torch_size,
-    Code.TORCH_CONSTANT: _torch_constant,
+    Code.TORCH_CONSTANT: lambda reader, body: tensors.build_constant(reader.items(body)),
     Code.ENUM: _enum,
     Code.RECORD: _record,
     Code.HOOKED: _hooked,

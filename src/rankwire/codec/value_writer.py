@@ -11,13 +11,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from rankwire.codec import (
-    arrays,
-    limits,
-    scalars,
-    structured,
-    tensors,
-)
+from rankwire.codec import arrays, limits, scalars, structured, tensors
 from rankwire.codec.advice import advice_for
 from rankwire.codec.arrays import holds_references
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass

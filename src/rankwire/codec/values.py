@@ -137,18 +137,3 @@ BUILT_IN = PLAIN.union(
     KEYED,
     (list, tuple, set, frozenset, dict, deque, slice, bytes, bytearray, memoryview, np.ndarray),
 )
-
-
-def build_deque(items: Any, longest: Any) -> deque[Any]:
-    """Return the deque of these items, which must fit."""
-    if type(items) is not list:
-        raise ValueError("the items of a deque are not a list")
-    if longest is not None and (type(longest) is not int or len(items) > longest):
-        raise ValueError("a deque of more items than it has room for")
-    return deque(items, longest)
-
-
-def build_slice(parts: list[Any]) -> slice:
-    """Return the slice of three parts."""
-    start, stop, step = parts
-    return slice(start, stop, step)

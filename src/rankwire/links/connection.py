@@ -36,7 +36,7 @@ from rankwire.transports.tcp_stream import Unanswered
 from rankwire.transports.unix_stream import UnixStream
 from rankwire.wire.frames import Envelope, Message
 from rankwire.wire.parser import FrameParser
-from rankwire.wire.protocol import FAREWELL, Protocol
+from rankwire.wire.protocol import BELL, FAREWELL, Protocol
 from rankwire.wire.ring import RING_NBYTES
 from rankwire.wire.seals import Seals
 
@@ -225,7 +225,7 @@ class Connection(FrameReader):
 
     def greet(self, deadline: Deadline) -> None:
         """Tell the peer that this end is there; from now on an end of the stream is a death."""
-        self.send(*self._protocol.greeting(), deadline)
+        self.send(*BELL, deadline)
 
     def introduce(self, *, is_read: bool = True) -> None:
         """Tell a peer of this host whether we can read its memory. At once, on a new connection.

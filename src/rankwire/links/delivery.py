@@ -18,7 +18,7 @@ from rankwire.links.connection import Connection
 from rankwire.links.shared_mailbox import SharedMailbox
 from rankwire.wire.frames import Envelope, Frame
 from rankwire.wire.mailbox import Mailbox, payload_of
-from rankwire.wire.receive import Destination, MessageWithdrawnError, PostedReceive, Receive
+from rankwire.wire.receive import Destination, MessageWithdrawnError, Receive
 
 
 class DeliveryMailbox(SharedMailbox):
@@ -102,7 +102,7 @@ class DeliveryMailbox(SharedMailbox):
         with self._mutex:
             receive = self._mailbox.taker_of(envelope, len(payload))
             if not self._fetch and payload.place is None:
-                if receive is not None and _is_awaited(receive):
+                if receive is not None and receive.is_awaited:
                     self._match(frames, only_first=True)
                     return True
                 if receive is None and self._arrived.full:
@@ -153,8 +153,3 @@ class DeliveryMailbox(SharedMailbox):
                     payload.vacate()
             connection.vacate(receive.into)
             self._mailbox.vacated(receive)
-
-
-def _is_awaited(receive: Receive) -> bool:
-    """Whether a thread waits for a receive, and takes its message as soon as that has come."""
-    return not isinstance(receive, PostedReceive) or receive.is_awaited

@@ -91,18 +91,19 @@ def unpack_head(beginning: bytearray | memoryview, nbytes: int) -> ArrayMessage:
     Raises:
         InvalidMessageError: It is not an array message.
     """
+    foreign = "the message was not sent by send_array"
     try:
         kind, reserved, length = _PREFIX.unpack_from(beginning)
-        body = memoryview(beginning)[_PREFIX.size : _PREFIX.size + length]
-        if kind > _TENSOR or reserved or len(body) != length:
-            raise InvalidMessageError("the message was not sent by send_array")
         end = _PREFIX.size + length
+        body = bytes(beginning[_PREFIX.size : end])
+        if kind > _TENSOR or reserved or len(body) != length:
+            raise InvalidMessageError(foreign)
         start = end + -end % _ALIGNMENT
         name, head = ("", array_head(body)) if kind == _ARRAY else tensor_head(body)
     except InvalidMessageError:
         raise
     except Exception as error:  # of struct or msgspec
-        raise InvalidMessageError("the message was not sent by send_array") from error
+        raise InvalidMessageError(foreign) from error
     message = ArrayMessage(head, name, start)
     if message.nbytes != nbytes:
         raise InvalidMessageError(f"an array of {message.nbytes} bytes in a message of {nbytes}")

@@ -202,18 +202,6 @@ def refusal(status: int, detail: int, hello: Hello) -> RankwireError:
     return RendezvousError(text) if is_joining else NoConnectionError(text)
 
 
-def _lacks_key(hello: Hello) -> str:
-    if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH):
-        return "does not know the job's secret"
-    return f"is not rank {hello.peer} of this world: it does not have the key of the two ranks"
-
-
-def _other(hello: Hello) -> str:
-    if hello.purpose in (Purpose.JOIN, Purpose.LAUNCH):
-        return "the secrets differ"
-    return f"it is not rank {hello.peer} of this world"
-
-
 def _described(protection: int) -> str:
     if not protection & Protection.SEALED:
         return "frames without seals"
@@ -266,9 +254,15 @@ class Initiator:
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
         if not hmac.compare_digest(mac, expected):
+            is_joining = self._hello.purpose in (Purpose.JOIN, Purpose.LAUNCH)
+            other = f"is not rank {self._hello.peer} of this world"
             if verdict == _WRONG_PROOF:
-                raise AuthenticationError(f"the other end refused our proof: {_other(self._hello)}")
-            raise AuthenticationError(f"the other end {_lacks_key(self._hello)}")
+                cause = "the secrets differ" if is_joining else f"it {other}"
+                raise AuthenticationError(f"the other end refused our proof: {cause}")
+            cause = f"{other}: it does not have the key of the two ranks"
+            if is_joining:
+                cause = "does not know the job's secret"
+            raise AuthenticationError(f"the other end {cause}")
         if status & 0xFF != Status.WELCOME:
             raise refusal(status & 0xFF, status >> 8, self._hello)
 

@@ -98,10 +98,6 @@ class Protocol:
         reason = self._cannot_borrow.encode()
         return (0, int(Channel.GREETING), says), ((reason,), len(reason))
 
-    def greeting(self) -> tuple[Envelope, Message]:
-        """Return the greeting that only tells that this end is there."""
-        return BELL
-
     def offering(self, offer: bytes) -> tuple[Envelope, Message]:
         """Return the greeting that offers the memory of a ring to this end."""
         return (0, int(Channel.GREETING), _OFFERS_RING), ((offer,), len(offer))

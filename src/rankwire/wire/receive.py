@@ -156,6 +156,7 @@ class Receive:
     """
 
     __slots__ = ("_cell", "done", "envelope", "error", "into", "nbytes", "on_done", "posted")
+    is_awaited = True
 
     def __init__(
         self,
@@ -226,15 +227,4 @@ class PostedReceive(Receive):
             lock of the mailbox's owner if it leaves without the message.
     """
 
-    __slots__ = ("is_awaited",)
-
-    def __init__(
-        self,
-        envelope: Envelope,
-        on_done: Callable[[Receive], None] | None = None,
-        *,
-        nbytes: int | None = None,
-        into: Destination | None = None,
-    ) -> None:
-        super().__init__(envelope, on_done, nbytes=nbytes, into=into)
-        self.is_awaited = False
+    is_awaited = False
