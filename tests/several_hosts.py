@@ -8,12 +8,13 @@ here it is another one. Ranks of different hosts then use TCP and share nothing,
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
 from rankwire import TcpBackend
 from rankwire.backends.base import Backend
+from rankwire.mesh.tcp_mesh import TcpMesh
 from rankwire.testing import in_parallel
 from rankwire.wire.control_messages import World
 from worlds import RankProcess, address_of, bound_socket, free_port, spawn_ranks
@@ -24,16 +25,14 @@ PLACES = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 0, 2)]
 _BE_ON = "setattr(__import__('sys').modules['rankwire.rendezvous.own_listeners'], 'host_id', {})"
 
 
-class RankElsewhere(TcpBackend):
+class MeshElsewhere(TcpMesh):
     """A rank that finds the ranks of its world on the hosts of ``places``."""
 
-    def __init__(self, places: Sequence[int], *args: Any, **options: Any) -> None:
-        self._places = places
-        super().__init__(*args, **options)
+    places: ClassVar[Sequence[int]] = ()
 
     def on_formed(self, world: World) -> None:
         members = [
-            replace(member, host_id=f"host {self._places[member.rank]}") for member in world.members
+            replace(member, host_id=f"host {self.places[member.rank]}") for member in world.members
         ]
         super().on_formed(replace(world, members=members))
 
@@ -44,9 +43,12 @@ def threads_on(places: Sequence[int], **options: Any) -> Iterator[list[Backend]]
     size, listener = len(places), bound_socket()
     address = address_of(listener)
 
+    kind = type("MeshElsewhere", (MeshElsewhere,), {"places": places})
+    elsewhere = type("RankElsewhere", (TcpBackend,), {"_MESH": kind})
+
     def join(rank: int) -> Backend:
         mine = listener if rank == 0 else None
-        return RankElsewhere(places, rank, size, address, listener=mine, **options)
+        return elsewhere(rank, size, address, listener=mine, **options)
 
     with contextlib.ExitStack() as stack:
         ranks = in_parallel([partial(join, rank) for rank in range(size)])

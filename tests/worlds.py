@@ -176,15 +176,15 @@ def raw_peer(
 
     The impostor must not have sent a message to the victim. The socket is blocking.
     """
-    member = impostor._peers[victim.rank].member
+    member = impostor.mesh.peers[victim.rank].member
     deadline = Deadline(PATIENCE)
     if unix:
         sock = connect_unix(member.unix_path, deadline)
     else:
         sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
     try:
-        hello = impostor._formation.hello(purpose, victim.rank)
-        key = impostor._formation.keys.shared[victim.rank]
+        hello = impostor.mesh.formation.hello(purpose, victim.rank)
+        key = impostor.mesh.formation.keys.shared[victim.rank]
         authenticate(sock, hello, key=key, deadline=deadline)
     except BaseException:
         sock.close()
@@ -199,7 +199,7 @@ def deaf(backend: TcpBackend) -> Iterator[None]:
     """Keep a rank from answering the door."""
     awake = threading.Event()
     asleep = threading.Event()
-    backend._formation.acceptor.call_soon(lambda: (asleep.set(), awake.wait(PATIENCE)))
+    backend.mesh.formation.acceptor.call_soon(lambda: (asleep.set(), awake.wait(PATIENCE)))
     assert asleep.wait(PATIENCE)
     try:
         yield

@@ -10,6 +10,7 @@ import argparse
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from benchmarks.collectives.messages import CASE_COUNT, WORLD_SIZES, message_tab
 from benchmarks.collectives.results import MessageCount
 from benchmarks.processes import die_with_parent, exit_on_sigterm
 from rankwire.backends.simulated import SimulatedBackend
+from rankwire.backends.simulated_mesh import SimulatedMesh
 from rankwire.testing import in_parallel
 
 __all__ = ["count", "main"]
@@ -46,18 +48,14 @@ class CountingBackend(SimulatedBackend):
     ``offer`` may be built on ``transmit`` or not: a message counts where it enters.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, mesh: SimulatedMesh) -> None:
+        super().__init__(mesh)
+        mesh.transmit = partial(self._sending, mesh.transmit)  # type: ignore[method-assign]
+        mesh.offer = partial(self._sending, mesh.offer)  # type: ignore[method-assign]
         self._counting = threading.Lock()
         self._inside = threading.local()
         self.messages = 0
         self.nbytes = 0
-
-    def transmit(self, *args: Any, **kwargs: Any) -> None:
-        self._sending(super().transmit, *args, **kwargs)
-
-    def offer(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sending(super().offer, *args, **kwargs)
 
     def _sending(
         self,

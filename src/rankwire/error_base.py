@@ -16,10 +16,12 @@ class RankwireError(Exception):
         waited: Seconds spent in the operation.
         root: The world rank, also in a group, whose failure caused this one, if known.
         is_reported: Whether the other ranks of a collective were notified of it.
+        is_local: Whether its ranks are those of the group, and need no translation.
     """
 
     __module__ = "rankwire.errors"  # where users find it, also in tracebacks and pickles
     is_reported: bool = False
+    is_local: bool = False
     root: int | None = None
     op: str | None = None
     rank: int | None = None

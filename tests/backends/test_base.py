@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rankwire.backends.arguments import check_world
 from rankwire.backends.base import Backend
 from rankwire.errors import (
     ConfigurationError,
@@ -17,11 +18,12 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
+from rankwire.mesh.transport import Transport
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Channel
 
 
-class Paper(Backend):
-    """A backend that writes down what it is asked to send, and receives what it was given."""
+class PaperTransport(Transport):
+    """A transport that writes down what it is asked to send, and receives what it was given."""
 
     def __init__(self, rank: int = 0, world_size: int = 4, **options: Any) -> None:
         super().__init__(rank, world_size, **options)
@@ -54,11 +56,30 @@ class Paper(Backend):
     def refuse(self, envelope):
         raise NotImplementedError
 
-    def open_calls(self, service):
+    def open_calls(self, service, ranks=None):
         raise NotImplementedError
 
     def close(self, *, error=None):
-        self._closed = True
+        self.closed = True
+
+
+class Paper(Backend):
+    """A rank of a world on paper."""
+
+    def __init__(self, rank: int = 0, world_size: int = 4, **options: Any) -> None:
+        super().__init__(PaperTransport(*check_world(rank, world_size), **options))
+
+    @property
+    def sent(self) -> list[tuple[Any, ...]]:
+        return self.mesh.sent
+
+    @property
+    def arrived(self) -> dict[tuple[int, Channel, int], Any]:
+        return self.mesh.arrived
+
+    @property
+    def limits(self) -> list[float]:
+        return self.mesh.limits
 
     def give(self, src: int, message: Any, *, tag: int = 0, channel: Channel = Channel.MESSAGE):
         self.arrived[src, channel, tag] = message

@@ -276,8 +276,10 @@ def test_the_shortest_limits_of_all_ranks_count():
     zero = Running(TcpBackend, 0, 2, address_of(listener), listener=listener, fail_after=9.0)
     one = Running(TcpBackend, 1, 2, address_of(listener), suspect_after=2.0, fail_after=20.0)
     with zero.result() as zero, one.result() as one:
-        assert zero._formation._coordinator._patience == one._formation._membership._patience
-        patience = one._formation._membership._patience
+        assert (
+            zero.mesh.formation._coordinator._patience == one.mesh.formation._membership._patience
+        )
+        patience = one.mesh.formation._membership._patience
         assert (patience.suspect_after, patience.fail_after) == (2.0, 9.0)
 
 
@@ -353,7 +355,7 @@ def test_without_a_coordinator_a_death_is_noticed_also_by_a_rank_that_waits_for_
     with process_world(3, transport=transport) as ranks:
         watch(ranks[2])
         ranks[0].call("close")
-        eventually(lambda: ranks[2].call("eval", "backend._peers[1].messages is not None"))
+        eventually(lambda: ranks[2].call("eval", "backend.mesh.peers[1].messages is not None"))
         ranks[1].kill()
         assert eventually(lambda: ranks[2].call("eval", "lost"))[0][0] == 1
         assert ranks[2].call("eval", "backend.alive") == (2,)
@@ -365,7 +367,7 @@ def test_without_a_coordinator_leaving_is_noticed_too_and_is_no_death(security):
     with process_world(3, transport="tcp", security=security, secret=secret) as ranks:
         watch(ranks[2])
         ranks[0].call("close")
-        eventually(lambda: ranks[2].call("eval", "backend._peers[1].messages is not None"))
+        eventually(lambda: ranks[2].call("eval", "backend.mesh.peers[1].messages is not None"))
         ranks[1].call("close")
         eventually(lambda: ranks[2].call("eval", "backend.alive") == (2,))
         assert ranks[2].call("eval", "backend.status().peers[1].state") == "left"
@@ -436,7 +438,7 @@ def test_a_control_message_that_is_too_long_ends_the_connection_of_its_sender():
     """From its header, before it is read; all are told who sent it."""
     with tcp_world(3) as ranks:
         waiting = [Running(ranks[survivor].recv, 1) for survivor in (0, 2)]
-        control = ranks[1]._formation._membership._control
+        control = ranks[1].mesh.formation._membership._control
         with contextlib.suppress(RankwireError):  # it may be hung up on before it has sent all
             control.send((0, Channel.CONTROL, 0), ([bytes(1 << 20)], 1 << 20), Deadline(PATIENCE))
         for command in waiting:

@@ -235,7 +235,7 @@ def test_a_thread_that_waits_for_any_rank_is_woken_by_one_that_reads(three):
 def test_a_rank_that_has_not_sent_before_is_heard_at_once(three):
     first, _, third = three
     waiting = Running(first.recv_any, timeout=SOON)
-    eventually(lambda: first._peers[1].inbox.wanted())
+    eventually(lambda: first.mesh.peers[1].inbox.wanted())
     third.send(b"first words", 0)
     assert waiting.result() == (2, b"first words")
 
@@ -348,7 +348,7 @@ def test_an_interrupt_anywhere_in_a_receive_loses_nothing(pair, src, nbytes, mon
             assert handle.source == 1
             assert bytes(buffer) == sent
         sending.wait(timeout=SOON)
-        assert not near._peers[1].inbox.wanted()
+        assert not near.mesh.peers[1].inbox.wanted()
 
     assert every_interrupt(run, step=2) >= 30
 

@@ -418,7 +418,7 @@ def test_an_exchange_ends_when_the_rank_that_was_to_take_the_array_goes(ending):
         if not world[1].link_to(2).single_copy:
             pytest.skip(world[1].link_to(2).reason)
         waiting = Running(world[1].sendrecv, numbered(1 << 20), 2, 0)
-        eventually(lambda: world[1]._peers[0].inbox.wanted())
+        eventually(lambda: world[1].mesh.peers[0].inbox.wanted())
         world[2].close(error=ending)
         gone = time.monotonic()
         error = waiting.error()
@@ -431,7 +431,7 @@ def test_an_exchange_ends_when_the_rank_that_was_to_send_an_array_goes():
     """Also while it cannot send its own: the one that was to take it reads nothing."""
     with tcp_world(3, transport="tcp", timeout=PATIENCE) as world:
         stuck = Running(world[1].sendrecv, numbered(8 << 20), 2, 0)
-        eventually(lambda: world[1]._peers[2].messages is not None)
+        eventually(lambda: world[1].mesh.peers[2].messages is not None)
         world[0].close(error=RuntimeError("it fell"))
         gone = time.monotonic()
         error = stuck.error()

@@ -164,12 +164,12 @@ def test_messages_of_a_tag_keep_their_order(make_world):
 def test_tags_channels_and_groups_are_isolated(make_world):
     first, second = make_world(2)
     first.send(b"user", 1, tag=3)
-    first.transmit(1, (0, Channel.COLLECTIVE, 3), ([b"step"], 4), Deadline(0))
-    first.transmit(1, (9, Channel.MESSAGE, 3), ([b"group"], 5), Deadline(0))
+    first.mesh.transmit(1, (0, Channel.COLLECTIVE, 3), ([b"step"], 4), Deadline(0))
+    first.mesh.transmit(1, (9, Channel.MESSAGE, 3), ([b"group"], 5), Deadline(0))
     with pytest.raises(DeadlineExceededError):
         second.recv(0, tag=4, timeout=0)
-    assert second.receive(0, (9, Channel.MESSAGE, 3), Deadline(0)) == b"group"
-    assert second.receive(0, (0, Channel.COLLECTIVE, 3), Deadline(0)) == b"step"
+    assert second.mesh.receive(0, (9, Channel.MESSAGE, 3), Deadline(0)) == b"group"
+    assert second.mesh.receive(0, (0, Channel.COLLECTIVE, 3), Deadline(0)) == b"step"
     assert second.recv(0, tag=3, timeout=0) == b"user"
 
 
@@ -203,7 +203,7 @@ def test_too_large_a_message_is_refused_on_every_way(make_world):
     with pytest.raises(MessageTooLargeError):
         first.send(bytes(11), 1)
     with pytest.raises(MessageTooLargeError):
-        first.transmit(1, (0, Channel.COLLECTIVE, 0), ([bytes(11)], 11), Deadline(0))
+        first.mesh.transmit(1, (0, Channel.COLLECTIVE, 0), ([bytes(11)], 11), Deadline(0))
     first.send(bytes(10), 1)
     assert second.recv(0) == bytes(10)
 
@@ -479,7 +479,7 @@ def test_a_kill_fails_all_that_is_pending_and_names_the_rank(make_world, pool):
             second.barrier,
         )
     ]
-    until(lambda: first._peers[2].inbox.in_flight >= 2)
+    until(lambda: first.mesh.peers[2].inbox.in_flight >= 2)
     until(lambda: all(one.status().operation == "barrier()" for one in (first, second)))
     third.network.kill(2)
     errors = [future.exception(SOON) for future in waiting]

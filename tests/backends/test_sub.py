@@ -308,10 +308,12 @@ def test_the_members_agree_on_the_highest_count(make_world):
 
     def announce(ordinal):
         payload = msgspec.msgpack.encode(([0, 1], ordinal))
-        world[1].transmit(0, (0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(0))
+        world[1].mesh.transmit(0, (0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(0))
 
     def announced():
-        return msgspec.msgpack.decode(world[1].receive(0, (0, Channel.CONTROL, 0), Deadline(0)))
+        return msgspec.msgpack.decode(
+            world[1].mesh.receive(0, (0, Channel.CONTROL, 0), Deadline(0))
+        )
 
     announce(5)
     SubBackend(world[0], [0, 1])
@@ -394,7 +396,7 @@ def test_a_lost_member_is_named(make_world):
 def test_an_announcement_that_does_not_decode_is_refused(make_world):
     world = make_world(2)
     garbage = msgspec.msgpack.encode(["no", "list"])
-    world[1].transmit(0, (0, Channel.CONTROL, 0), ([garbage], len(garbage)), Deadline(0))
+    world[1].mesh.transmit(0, (0, Channel.CONTROL, 0), ([garbage], len(garbage)), Deadline(0))
     with pytest.raises(InvalidMessageError) as caught:
         SubBackend(world[0], [0, 1])
     assert caught.value.peer == 1
@@ -529,10 +531,10 @@ def test_an_error_of_a_group_of_a_group_notes_the_world_rank(make_world):
     assert notes(caught.value) == ["rank 1 of the group [3, 5] is rank 5 of the world"]
 
 
-def test_an_envelope_to_oneself_is_refused_by_the_rank_in_the_group(make_world):
+def test_a_message_to_oneself_is_refused_by_the_rank_in_the_group(make_world):
     (_, second) = make_group(make_world(3), [0, 2])
     with pytest.raises(SelfSendError) as caught:
-        second.transmit(1, (second.group, Channel.MESSAGE, 0), ([], 0), Deadline(0))
+        second.send(b"", 1)
     assert caught.value.rank == 1
 
 
@@ -617,14 +619,14 @@ def test_closing_a_group_ends_a_receive_whose_thread_reads_for_another_group(mak
 def test_a_port_that_is_opened_while_the_group_closes_is_closed(make_world, monkeypatch):
     world = make_world(1)
     group = SubBackend(world[0], [0])
-    open_calls = world[0].open_calls
+    open_calls = world[0].mesh.open_calls
 
-    def close_meanwhile(service):
-        port = open_calls(service)
+    def close_meanwhile(service, ranks):
+        port = open_calls(service, ranks)
         group.close()
         return port
 
-    monkeypatch.setattr(world[0], "open_calls", close_meanwhile)
+    monkeypatch.setattr(world[0].mesh, "open_calls", close_meanwhile)
     port = group.open_calls(1)
     with pytest.raises(ChannelClosedError):
         poll(port)

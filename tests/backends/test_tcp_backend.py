@@ -25,6 +25,7 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
+from rankwire.mesh.tcp_mesh import TcpMesh
 from rankwire.wire.handshake import Purpose
 from real_time import Deadline
 from worlds import (
@@ -67,7 +68,7 @@ def four(transport):
 
 def wanted(backend: TcpBackend, src: int) -> int:
     """Return how many receives from ``src`` wait."""
-    return backend._peers[src].inbox._mailbox.wanted
+    return backend.mesh.peers[src].inbox._mailbox.wanted
 
 
 def in_a_barrier(backend: TcpBackend) -> bool:
@@ -84,7 +85,7 @@ def wait_until_wanted(backend: TcpBackend, src: int, count: int) -> None:
 def test_the_transport_is_what_was_asked_for(pair, transport):
     pair[0].send(b"x", 1)
     used = "tcp" if transport == "tcp" else "unix"
-    assert pair[0]._peers[1].messages.transport == used
+    assert pair[0].mesh.peers[1].messages.transport == used
 
 
 @pytest.mark.parametrize("transport", ["", "udp", None, "TCP"], indirect=False)
@@ -493,7 +494,7 @@ def test_the_deadline_of_a_second_receiver_is_its_own(pair):
 def test_a_reader_that_leaves_hands_the_reading_on(pair):
     pair[0].send(b"", 1, 9)
     reader = Running(pair[1].recv, 0, 1, timeout=0.2)
-    eventually(lambda: pair[1]._peers[0].inbox.is_read)
+    eventually(lambda: pair[1].mesh.peers[0].inbox.is_read)
     parked = Running(pair[1].recv, 0, 2)
     assert isinstance(reader.error(), DeadlineExceededError)
     pair[0].send(b"for the other", 1, 2)
@@ -531,8 +532,8 @@ def test_a_send_that_came_too_late_leaves_no_half_message_behind(pair):
 def test_a_second_sender_waits_for_the_first_no_longer_than_its_limit(transport):
     with tcp_world(2, transport=transport, single_copy=False) as pair:
         blocked = Running(pair[0].send, bytes(64 << 20), 1, timeout=PATIENCE)
-        eventually(lambda: pair[0]._peers[1].messages is not None)
-        eventually(lambda: pair[0]._peers[1].messages.outbox._lock.locked())
+        eventually(lambda: pair[0].mesh.peers[1].messages is not None)
+        eventually(lambda: pair[0].mesh.peers[1].messages.outbox._lock.locked())
         second = Running(pair[0].send, b"x", 1, timeout=0.05)
         assert second.error().limit == 0.05
         assert not blocked.done
@@ -567,7 +568,7 @@ def test_the_limit_also_covers_connecting_and_is_reported_exactly(pair):
 def test_the_limit_also_covers_waiting_for_a_thread_that_connects(pair):
     with deaf(pair[1]):
         connecting = Running(pair[0].send, b"one", 1)
-        eventually(lambda: pair[0]._peers[1].dial_lock.locked())
+        eventually(lambda: pair[0].mesh.peers[1].dial_lock.locked())
         second = Running(pair[0].send, b"two", 1, timeout=0.1)
         error = second.error()
         assert second.seconds < SOON
@@ -588,14 +589,14 @@ def test_a_peer_that_is_slow_to_answer_the_door_is_given_all_of_the_limit(pair, 
 
 def test_a_dial_that_was_given_up_does_not_end_the_peer(pair):
     """The deadline passes between proof and verdict: the other end finds a dead connection."""
-    admit, asked, answer = pair[1].admit, threading.Event(), threading.Event()
+    admit, asked, answer = pair[1].mesh.admit, threading.Event(), threading.Event()
 
     def admit_late(hello):
         asked.set()
         assert answer.wait(PATIENCE)
         return admit(hello)
 
-    pair[1].admit = admit_late
+    pair[1].mesh.admit = admit_late
     sending = Running(pair[0].send, b"too late", 1, timeout=0.2)
     assert asked.wait(PATIENCE)
     assert isinstance(sending.error(), DeadlineExceededError)
@@ -609,14 +610,14 @@ def test_a_dial_that_was_given_up_does_not_end_the_peer(pair):
 @pytest.mark.parametrize("transport", ["unix"], indirect=True)
 def test_a_dial_that_was_given_up_before_the_introduction_does_not_end_the_peer(pair):
     """The deadline passes when the peer has let it in, but has not said whether it can borrow."""
-    enter, entering, go_on = pair[1].enter, threading.Event(), threading.Event()
+    enter, entering, go_on = pair[1].mesh.enter, threading.Event(), threading.Event()
 
     def enter_late(hello, sock, seals):
         entering.set()
         assert go_on.wait(PATIENCE)
         enter(hello, sock, seals)
 
-    pair[1].enter = enter_late
+    pair[1].mesh.enter = enter_late
     sending = Running(pair[0].send, b"too late", 1, timeout=0.2)
     assert entering.wait(PATIENCE)
     assert isinstance(sending.error(), DeadlineExceededError)
@@ -630,9 +631,9 @@ def test_a_dial_that_was_given_up_before_the_introduction_does_not_end_the_peer(
 def test_a_peer_that_has_not_let_go_of_an_earlier_dial_is_waited_for_and_not_lost(pair):
     """As on a busy machine, where its thread sees late that the first dial was given up."""
     zero, one = pair
-    early, _ = zero.open_stream(zero.peer(1), Purpose.MESSAGES, 0, Deadline(PATIENCE))
+    early, _ = zero.mesh.open_stream(zero.mesh.peers[1], Purpose.MESSAGES, 0, Deadline(PATIENCE))
     with contextlib.closing(early):
-        eventually(lambda: one.peer(0).inbox.connection is not None)
+        eventually(lambda: one.mesh.peers[0].inbox.connection is not None)
         with pytest.raises(DeadlineExceededError):
             zero.send(b"too early", 1, timeout=1.0)  # twice as long as a peer that leaves is given
     zero.send(b"in time", 1, timeout=PATIENCE)
@@ -656,7 +657,7 @@ def test_a_message_above_the_limit_is_refused_before_its_first_byte(transport):
 
 def test_a_message_above_the_receivers_limit_is_refused_from_its_header(transport):
     with tcp_world(3, transport=transport) as world:
-        world[1].max_message_nbytes = 1000  # before it has any connection
+        world[1].mesh.max_message_nbytes = 1000  # before it has any connection
         sending = Running(world[0].send, bytes(100_000), 1)
         with pytest.raises(ProtocolError, match="100000") as caught:
             world[1].recv(0)
@@ -772,8 +773,8 @@ def test_closing_wakes_everybody_who_waits(transport, single_copy):
         ]
         wait_until_wanted(world[0], 1, 2)
         wait_until_wanted(world[0], 2, 2)
-        eventually(lambda: world[0]._peers[1].messages is not None)
-        outgoing = world[0]._peers[1].messages
+        eventually(lambda: world[0].mesh.peers[1].messages is not None)
+        outgoing = world[0].mesh.peers[1].messages
         eventually(lambda: outgoing.frames_sent == 2 if lends else outgoing.outbox._lock.locked())
         began = time.monotonic()
         world[0].close()
@@ -795,7 +796,7 @@ def test_closing_wakes_a_barrier(four):
 def test_closing_wakes_a_send_that_is_still_connecting(pair):
     with deaf(pair[1]):
         connecting = Running(pair[0].send, b"x", 1)
-        eventually(lambda: pair[0]._peers[1].dial_lock.locked())
+        eventually(lambda: pair[0].mesh.peers[1].dial_lock.locked())
         began = time.monotonic()
         pair[0].close()
         error = connecting.error(8.0)
@@ -821,7 +822,7 @@ def test_a_close_does_not_wait_for_an_introduction_that_hangs(monkeypatch):
         begun.set()
         assert go_on.wait(PATIENCE)
 
-    monkeypatch.setattr(TcpBackend, "_greet", hang)
+    monkeypatch.setattr(TcpMesh, "_greet", hang)
     with tcp_world(3) as world:
         world[0].close()  # who coordinated: the others introduce themselves to each other
         assert begun.wait(PATIENCE)
@@ -836,8 +837,8 @@ def test_a_close_has_ended_when_any_close_returns(pair):
     closing = [Running(pair[0].close) for _ in range(4)]
     for thread in closing:
         thread.result()
-        assert pair[0]._peers[1].failure is not None
-        assert not pair[0]._formation.acceptor._thread.is_alive()
+        assert pair[0].mesh.peers[1].failure is not None
+        assert not pair[0].mesh.formation.acceptor._thread.is_alive()
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -913,7 +914,7 @@ def test_a_large_message_sent_before_leaving_is_received(transport):
     with tcp_world(2, transport=transport, single_copy=False) as (sender, receiver):
         sender.send(message[:sent], 1)
         sender.close()
-        eventually(lambda: receiver._peers[0].failure is not None)
+        eventually(lambda: receiver.mesh.peers[0].failure is not None)
         assert receiver.recv(0) == message[:sent]
 
 
@@ -945,7 +946,7 @@ def test_one_who_leaves_without_having_read_is_still_said_to_have_left(pair):
     """Closing a socket with unread bytes resets it; that must not look like a death."""
     pair[0].send(bytes(10_000), 1)
     pair[0].send(bytes(10_000), 1)
-    eventually(lambda: pair[1]._peers[0].inbox.connection is not None)
+    eventually(lambda: pair[1].mesh.peers[0].inbox.connection is not None)
     pair[1].close()
     with pytest.raises(ChannelClosedError):  # noqa: PT012
         for _ in range(1000):
@@ -955,7 +956,7 @@ def test_one_who_leaves_without_having_read_is_still_said_to_have_left(pair):
 
 def test_one_who_dials_while_the_peer_leaves_sees_it_leave(pair):
     """Between the farewell to those it knew and the end of its door."""
-    leave, errors = pair[1]._formation.close, []
+    leave, errors = pair[1].mesh.formation.close, []
 
     def leave_after_a_late_visitor():
         try:
@@ -964,7 +965,7 @@ def test_one_who_dials_while_the_peer_leaves_sees_it_leave(pair):
             errors.append(error)
         leave()
 
-    pair[1]._formation.close = leave_after_a_late_visitor
+    pair[1].mesh.formation.close = leave_after_a_late_visitor
     pair[1].close()
     while not errors:
         try:

@@ -55,13 +55,13 @@ def transport(request):
 
 def until_waiting(rank, src: int, count: int = 1) -> None:
     """Wait until so many receives of a rank wait for ``src``, or one more that is a barrier's."""
-    wanted = f"backend._peers[{src}].inbox._mailbox.wanted"
+    wanted = f"backend.mesh.peers[{src}].inbox._mailbox.wanted"
     eventually(lambda: rank.call("eval", wanted) >= count)
 
 
 def until_sending(rank, dst: int) -> None:
     """Wait until a rank is in the middle of a message to ``dst``."""
-    messages = f"backend._peers[{dst}].messages"
+    messages = f"backend.mesh.peers[{dst}].messages"
     eventually(lambda: rank.call("eval", f"{messages} and {messages}.outbox._lock.locked()"))
 
 
@@ -308,7 +308,7 @@ def test_a_first_message_to_a_rank_that_is_stopped_waits_for_it(transport):
     with process_world(2, transport=transport) as ranks:
         ranks[1].stop()
         sending = ranks[0].start("send", b"patience", 1)
-        eventually(lambda: ranks[0].call("eval", "backend._peers[1].dial_lock.locked()"))
+        eventually(lambda: ranks[0].call("eval", "backend.mesh.peers[1].dial_lock.locked()"))
         ranks[1].signal(signal.SIGCONT)
         sending.result()
         assert ranks[1].call("recv", 0) == b"patience"
@@ -373,7 +373,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_delivers_nothing_of_it(vict
     large = frame(b"x" * 132_000, sequence=1)
     buffer = bytearray(b"." * 132_000)
     waiting = Running(backend.recv_into, buffer, 1)
-    eventually(lambda: backend._peers[1].inbox.is_read)
+    eventually(lambda: backend.mesh.peers[1].inbox.is_read)
     sock.sendall(large[:nbytes])
     die(sock)
     error = waiting.error()
@@ -383,7 +383,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_delivers_nothing_of_it(vict
     assert buffer[came:] == b"." * (132_000 - came)
     with pytest.raises(PeerLostError):
         backend.recv(1)
-    assert backend._peers[1].inbox._mailbox.arrived.nbytes == 0
+    assert backend.mesh.peers[1].inbox._mailbox.arrived.nbytes == 0
     for operation in (lambda: backend.recv(1), lambda: backend.send(b"x", 1)):
         with pytest.raises(PeerLostError):
             operation()
@@ -424,7 +424,7 @@ def test_nothing_of_those_who_waited_is_held_for_a_rank_that_is_gone(victim, die
             backend.recv(1)
 
     waiting = Running(wait)
-    eventually(lambda: backend._peers[1].inbox.is_read)
+    eventually(lambda: backend.mesh.peers[1].inbox.is_read)
     die(sock)
     waiting.result()
     gc.collect()
@@ -539,7 +539,7 @@ def test_a_large_announced_size_within_the_limit_takes_memory_only_as_it_comes(v
     sock.sendall(pack_header((0, Channel.MESSAGE, 0), 1 << 30, 0) + bytes(100_000))
     with pytest.raises(DeadlineExceededError):
         backend.recv(1, timeout=0.1)
-    assert backend._peers[1].inbox.connection._parser.in_frame
+    assert backend.mesh.peers[1].inbox.connection._parser.in_frame
     assert resident() - before < 64 << 20, "more than one step ahead of what came"
 
 

@@ -73,7 +73,7 @@ HOSTILE = 2
 def say_on_control(rank, message):
     """Send a control message on a rank's own connection to the coordinator."""
     payload = pack(message)
-    control = rank._formation._membership._control
+    control = rank.mesh.formation._membership._control
     control.send((0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(PATIENCE))
 
 
@@ -111,11 +111,11 @@ def test_a_rank_that_speaks_for_others_is_given_up_by_name_and_nobody_else_is(li
                 world[rank].recv(HOSTILE)
             assert caught.value.peer == HOSTILE
         say_hello(world[0], world[1], world[3])
-        assert world[1]._is_watched
-        assert world[3]._is_watched
+        assert world[1].mesh.is_watched
+        assert world[3].mesh.is_watched
         # The control plane still tells of deaths.
         with contextlib.suppress(OSError):
-            world[3]._formation._membership._control.stream.shut_down()
+            world[3].mesh.formation._membership._control.stream.shut_down()
         eventually(lambda: 3 not in world[1].alive)
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_falls_again_and_again_is_told_of_once_and_costs_no_other_it
                 world[rank].recv(HOSTILE)
             assert caught.value.root == HOSTILE, "rank 77 does not exist"
         say_hello(world[0], world[1], world[3])
-        assert world[3]._is_watched
+        assert world[3].mesh.is_watched
 
 
 # -- connections between two others
@@ -146,7 +146,7 @@ def test_a_rank_that_falls_again_and_again_is_told_of_once_and_costs_no_other_it
 
 def keys_of(rank):
     """Return every key that a rank has, or can make of what it has; it was given the secret."""
-    formation = rank._formation
+    formation = rank.mesh.formation
     keys = [formation.keys.own, handshake_key(SECRET), SECRET]
     keys += [rank_key(SECRET, other) for other in range(rank.world_size)]
     others = set(range(rank.world_size)) - {rank.rank}
@@ -155,12 +155,12 @@ def keys_of(rank):
 
 def connect_as_another(hostile, to, purpose, key, **claims):
     """Return a connection that a member opens as another rank, if it is let in."""
-    member = hostile._peers[to].member
-    hello = replace(hostile._formation.hello(purpose, to), **claims)
+    member = hostile.mesh.peers[to].member
+    hello = replace(hostile.mesh.formation.hello(purpose, to), **claims)
     deadline = Deadline(PATIENCE)
     sock = connect_tcp(TcpAddress(member.host, member.port), deadline)
     try:
-        policy = hostile._formation.policy
+        policy = hostile.mesh.formation.policy
         authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
     except BaseException:
         sock.close()
@@ -203,7 +203,7 @@ def test_a_member_cannot_answer_in_the_place_of_another_rank():
     with tcp_world(3, secret=SECRET, transport="tcp") as world:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             host, port = listener.getsockname()
-            peer = world[1]._peers[0]
+            peer = world[1].mesh.peers[0]
             peer.member = msgspec.structs.replace(peer.member, host=host, port=port)
             sending = Running(world[1].send, b"for rank 0 alone", 0)
             while not sending.done:
@@ -226,8 +226,8 @@ def test_every_pair_has_a_key_of_its_own_and_nobody_else_has_it():
     with tcp_world(4, secret=SECRET) as world:
         keys = {
             frozenset((a.rank, b.rank)): {
-                a._formation.keys.shared[b.rank],
-                b._formation.keys.shared[a.rank],
+                a.mesh.formation.keys.shared[b.rank],
+                b.mesh.formation.keys.shared[a.rank],
             }
             for a, b in itertools.combinations(world, 2)
         }
@@ -243,7 +243,7 @@ def test_a_new_world_has_new_keys():
     seen = []
     for _ in range(2):
         with tcp_world(2, secret=SECRET) as world:
-            seen.append(world[0]._formation.keys.shared[1])
+            seen.append(world[0].mesh.formation.keys.shared[1])
     assert seen[0] != seen[1]
 
 
@@ -273,8 +273,8 @@ def test_keys_do_not_travel_for_all_to_read():
         overhearing = Running(overhear)
         one = Running(TcpBackend, 1, 2, address_of(relay), **options)
         with zero.result() as first, one.result() as second:
-            key = first._formation.keys.shared[1]
-            assert key == second._formation.keys.shared[0]
+            key = first.mesh.formation.keys.shared[1]
+            assert key == second.mesh.formation.keys.shared[0]
         overhearing.result()
     heard = b"".join(passed)
     assert len(heard) > 500
@@ -314,7 +314,7 @@ def test_a_rank_that_a_launcher_started_can_join_as_itself_alone(launched):
         for rank in world:
             stack.enter_context(rank)
         say_hello(*world)
-        assert SECRET not in vars(world[HOSTILE]._formation).values()
+        assert SECRET not in vars(world[HOSTILE].mesh.formation).values()
 
 
 def test_a_rank_that_a_launcher_started_cannot_pass_for_the_coordinator(launched):
@@ -380,9 +380,9 @@ class Between:
         self._world = world
         self._files = files
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._genuine = world[1]._peers[0].member
+        self._genuine = world[1].mesh.peers[0].member
         host, port = self._listener.getsockname()
-        world[1]._peers[0].member = msgspec.structs.replace(self._genuine, host=host, port=port)
+        world[1].mesh.peers[0].member = msgspec.structs.replace(self._genuine, host=host, port=port)
         self.errors = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -448,10 +448,10 @@ def test_inside_tls_the_certificate_of_a_launcher_does_not_open_a_connection_as_
         policy = choose_policy(
             "tls", TcpAddress("127.0.0.1", 1), tls=replace(launcher, names="any")
         )
-        member = world[HOSTILE]._peers[0].member
+        member = world[HOSTILE].mesh.peers[0].member
         for purpose in Purpose:
-            hello = replace(world[HOSTILE]._formation.hello(purpose, 0), service=7)
-            formation = world[HOSTILE]._formation
+            hello = replace(world[HOSTILE].mesh.formation.hello(purpose, 0), service=7)
+            formation = world[HOSTILE].mesh.formation
             key = formation.keys.own if purpose is Purpose.JOIN else formation.keys.shared[0]
             deadline = Deadline(PATIENCE)
             with (
@@ -470,11 +470,11 @@ def test_inside_tls_the_certificate_of_one_rank_does_not_open_a_connection_as_an
 ):
     with tcp_world(3, secret=SECRET, transport="tcp", tls=files) as world:
         policy = choose_policy("tls", TcpAddress("127.0.0.1", 1), tls=files[HOSTILE])
-        hello = replace(world[HOSTILE]._formation.hello(purpose, 0), rank=1)
+        hello = replace(world[HOSTILE].mesh.formation.hello(purpose, 0), rank=1)
         # As if it had learnt the right key: the certificate alone keeps it out.
-        formation = world[1]._formation
+        formation = world[1].mesh.formation
         key = formation.keys.own if purpose is Purpose.JOIN else formation.keys.shared[0]
-        member = world[HOSTILE]._peers[0].member
+        member = world[HOSTILE].mesh.peers[0].member
         deadline = Deadline(PATIENCE)
         with (
             contextlib.closing(connect_tcp(TcpAddress(member.host, member.port), deadline)) as sock,
@@ -491,7 +491,7 @@ def test_inside_tls_the_certificate_of_one_rank_does_not_open_a_connection_as_an
 def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
     with tcp_world(3, secret=SECRET, transport="tcp") as world:
         say_hello(*world)
-        key = world[HOSTILE]._formation.keys.shared[0]
+        key = world[HOSTILE].mesh.formation.keys.shared[0]
         with contextlib.ExitStack() as stack:
 
             def connect(service):
@@ -504,7 +504,7 @@ def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
             for _ in range(3):
                 with pytest.raises(OverloadedError, match=r"rank 0 has 128 connections of rank 2"):
                     connect(MAX_CONNECTIONS_OF_A_RANK)
-            assert len(world[0]._peers[HOSTILE].connections()) <= MAX_CONNECTIONS_OF_A_RANK + 1
+            assert len(world[0].mesh.peers[HOSTILE].connections()) <= MAX_CONNECTIONS_OF_A_RANK + 1
             warnings = [record.getMessage() for record in caplog.records]
             assert len([text for text in warnings if "rank 2 has 128 connections" in text]) == 1
             say_hello(*world)
@@ -515,9 +515,9 @@ def test_connections_of_one_member_are_bounded_and_it_is_named(caplog):
 
 def test_many_connections_for_one_agent_are_bounded_too():
     with tcp_world(2, secret=SECRET, transport="tcp") as world:
-        key = world[1]._formation.keys.shared[0]
+        key = world[1].mesh.formation.keys.shared[0]
         with RpcAgent(world[0]), contextlib.ExitStack() as stack:
-            (port,) = world[0]._ports.all()
+            (port,) = world[0].mesh.ports.all()
             service = port.service
 
             def connect():
@@ -530,7 +530,7 @@ def test_many_connections_for_one_agent_are_bounded_too():
                 connect()
             # Those that end make room.
             stack.close()
-            eventually(lambda: world[0]._peers[1].incoming_count() == 0)
+            eventually(lambda: world[0].mesh.peers[1].incoming_count() == 0)
         say_hello(*world)
 
 
@@ -540,7 +540,7 @@ def test_of_connections_to_an_agent_that_is_not_there_only_the_last_waits():
         for _ in range(5):
             with RpcAgent(world[1]) as caller, pytest.raises(DeadlineExceededError):
                 caller.rpc_sync(0, "add", 1, 2, timeout=0.05)
-        assert world[0]._peers[1].incoming_count() == 1
+        assert world[0].mesh.peers[1].incoming_count() == 1
         with RpcAgent(world[0]) as callee, RpcAgent(world[1]) as caller:
             callee.register("add", lambda a, b: a + b)
             assert caller.rpc_sync(0, "add", 1, 2) == 3

@@ -111,7 +111,7 @@ def test_leaving_in_good_order_is_seen_as_such(mode, files):
 
 
 def connections_of(backend):
-    for peer in backend._peers.values():
+    for peer in backend.mesh.peers.values():
         yield from peer.connections()
 
 
@@ -130,8 +130,8 @@ def test_off_loopback_all_frames_are_sealed_those_of_the_control_connection_too(
         connections = [
             *connections_of(world[0]),
             *connections_of(world[1]),
-            world[1]._formation._membership._control,
-            *world[0]._formation._coordinator.watch.controls.values(),
+            world[1].mesh.formation._membership._control,
+            *world[0].mesh.formation._coordinator.watch.controls.values(),
         ]
         assert len(connections) >= 4
         assert all(connection.outbox._seal is not None for connection in connections)
@@ -208,7 +208,7 @@ def test_every_rank_listens_on_exactly_the_address_asked_for(host):
         for rank in range(2)
     ]
     with ranks[0].result() as zero, ranks[1].result() as one:
-        ports = [zero._peers[1].member.port, port]
+        ports = [zero.mesh.peers[1].member.port, port]
         assert [listening_addresses(number) for number in ports] == [{expected}, {expected}]
         say_hello([zero, one])
 
@@ -266,7 +266,7 @@ def test_more_protection_than_demanded_is_taken():
     zero = Running(TcpBackend, 0, 2, address, listener=listener, secret=SECRET)
     one = Running(TcpBackend, 1, 2, address, secret=SECRET, security="auth")
     with zero.result(), one.result() as backend:
-        assert backend._formation._membership._control.outbox._seal is not None
+        assert backend.mesh.formation._membership._control.outbox._seal is not None
 
 
 def test_a_plain_rank_is_told_that_the_world_is_inside_tls(files):
@@ -379,7 +379,7 @@ class Wire:
 def wired_world(alter, **options):
     """Two ranks; what rank 1 sends to rank 0 passes a wire."""
     with tcp_world(2, transport="tcp", security="auth", **options) as world:
-        peer = world[1]._peers[0]
+        peer = world[1].mesh.peers[0]
         wire = Wire(TcpAddress(peer.member.host, peer.member.port), alter)
         object.__setattr__(peer, "member", _moved(peer.member, wire.address))
         try:
@@ -448,7 +448,7 @@ def test_altered_bulk_is_found():
 def test_an_altered_call_is_never_run():
     calls = []
     with tcp_world(2, transport="tcp", security="auth") as world:
-        peer = world[1]._peers[0]
+        peer = world[1].mesh.peers[0]
         wire = Wire(
             TcpAddress(peer.member.host, peer.member.port),
             lambda data: data.replace(b"harmless", b"harmfull"),
@@ -487,14 +487,14 @@ def test_inside_tls_a_rank_cannot_stand_between_two_others(files):
             return outer.recv(VERDICT_NBYTES)
 
     with tcp_world(2, transport="tcp", tls=files) as world:
-        member = world[1]._peers[0].member
+        member = world[1].mesh.peers[0].member
         with socket.create_server(("127.0.0.1", 0)) as listener:
             relaying = Running(relay, listener, (member.host, member.port))
             policy = choose_policy("tls", TcpAddress("127.0.0.1", 1), tls=files[1])
             deadline = Deadline(PATIENCE)
             sock = connect_tcp(TcpAddress(*listener.getsockname()), deadline)
-            hello = world[1]._formation.hello(Purpose.MESSAGES, 0)
-            key = world[1]._formation.keys.shared[0]
+            hello = world[1].mesh.formation.hello(Purpose.MESSAGES, 0)
+            key = world[1].mesh.formation.keys.shared[0]
             with contextlib.closing(sock), pytest.raises(AuthenticationError):
                 authenticate(sock, hello, key=key, deadline=deadline, policy=policy)
             assert not relaying.result(), "the listener has refused too"
@@ -509,9 +509,9 @@ class Attacker:
 
     def __init__(self, world):
         self.world = world
-        self.genuine = world[1]._formation.hello(Purpose.MESSAGES, 0)
-        self.key = world[1]._formation.keys.shared[0]
-        member = world[1]._peers[0].member
+        self.genuine = world[1].mesh.formation.hello(Purpose.MESSAGES, 0)
+        self.key = world[1].mesh.formation.keys.shared[0]
+        member = world[1].mesh.peers[0].member
         self.address = TcpAddress(member.host, member.port)
 
     def connect(self):
@@ -652,8 +652,8 @@ def test_a_session_truncated_at_any_offset_harms_nobody(attacker):
 
 def test_a_message_that_is_too_large_is_refused_from_its_header():
     with tcp_world(2, transport="tcp", max_message_nbytes=1 << 20) as world:
-        formation = world[1]._formation
-        member = world[1]._peers[0].member
+        formation = world[1].mesh.formation
+        member = world[1].mesh.peers[0].member
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             hello = formation.hello(Purpose.MESSAGES, 0)
@@ -666,8 +666,8 @@ def test_a_message_that_is_too_large_is_refused_from_its_header():
 def test_a_dialler_that_leaves_seals_out_is_refused_by_its_own_words():
     """The greeting says how frames are protected, and is under the MAC: no one can lower it."""
     with tcp_world(2, transport="tcp", security="auth") as world:
-        formation = world[1]._formation
-        member = world[1]._peers[0].member
+        formation = world[1].mesh.formation
+        member = world[1].mesh.peers[0].member
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             hello = formation.hello(Purpose.MESSAGES, 0)

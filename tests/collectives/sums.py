@@ -166,16 +166,18 @@ COLLECTIVES = {
 class CountingBackend(SimulatedBackend):
     """A rank that remembers what its collectives have sent: destination and size."""
 
-    def transmit(self, dst, envelope, message, deadline):
-        self._count(dst, message)
-        super().transmit(dst, envelope, message, deadline)
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.sent = []
+        mesh.transmit = self._counting(mesh.transmit)
+        mesh.offer = self._counting(mesh.offer)
 
-    def offer(self, dst, envelope, message, deadline, **options):
-        self._count(dst, message)
-        return super().offer(dst, envelope, message, deadline, **options)
+    def _counting(self, send):
+        def counting(dst, envelope, message, deadline, **options):
+            self.sent.append((dst, message[1]))
+            return send(dst, envelope, message, deadline, **options)
 
-    def _count(self, dst, message):
-        self.__dict__.setdefault("sent", []).append((dst, message[1]))
+        return counting
 
 
 @contextlib.contextmanager
@@ -203,7 +205,7 @@ def run_algorithm(
 
     with counting_world(world_size, **options) as world:
         results = on_all(world, each)
-        return results, [backend.__dict__.get("sent", []) for backend in world]
+        return results, [backend.sent for backend in world]
 
 
 def run(world_size: int, each: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

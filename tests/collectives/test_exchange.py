@@ -170,7 +170,7 @@ def test_a_message_has_the_envelope_of_its_operation_and_step(pair):
     array = np.arange(3.0)
     exchange_of(pair[0]).send(1, 5, array)
     tag = tag_of("test()", 0) + 5
-    payload = pair[1].receive(0, (pair[1].group, Channel.COLLECTIVE, tag), Deadline(10.0))
+    payload = pair[1].mesh.receive(0, (pair[1].group, Channel.COLLECTIVE, tag), Deadline(10.0))
     assert payload == array.tobytes()
 
 
@@ -216,7 +216,7 @@ def test_an_array_is_received_as_a_whole_or_into_another_one(pair, monkeypatch, 
     sent = np.arange(10, dtype=np.int32)
     payload = kind(sent.tobytes())
     x = exchange_of(pair[1])
-    monkeypatch.setattr(type(pair[1]), "receive", lambda *_, nbytes: payload)
+    monkeypatch.setattr(type(pair[1].mesh), "receive", lambda *_, nbytes: payload)
     received = receive_array(x, 0, 0, sent)
     assert received.dtype == sent.dtype
     assert received.tolist() == list(range(10))
@@ -289,6 +289,7 @@ class Lending:
 
     def __init__(self):
         self.offers = []
+        self.mesh, self.world = self, range(self.world_size)
 
     def offer(self, dst, *message, check=None):
         self.offers.append(OfferTo(dst))
@@ -360,7 +361,7 @@ def test_what_is_sent_is_the_callers_own_memory():
     def offer(dst, envelope, message, deadline, check):
         sent.append(message)
 
-    backend.offer = offer
+    backend.mesh.offer = offer
     array = np.arange(1000.0)
     exchange_of(backend).send(1, 0, array)
     ((buffers, nbytes),) = sent
@@ -371,7 +372,7 @@ def test_what_is_sent_is_the_callers_own_memory():
 def test_a_few_bytes_are_copied_at_once_or_none_at_all():
     sent = []
     backend = Lending()
-    backend.offer = lambda dst, envelope, message, deadline, check: sent.append(message)
+    backend.mesh.offer = lambda dst, envelope, message, deadline, check: sent.append(message)
     for array in (np.arange(4.0), np.empty(0)):
         exchange_of(backend).send(1, 0, array)
         assert sent.pop() == ((array.tobytes(),), array.nbytes)

@@ -216,15 +216,15 @@ def messages_of(world, run):
 
     def each(backend):
         rankwire.barrier(backend)
-        offer = backend.offer
+        offer = backend.mesh.offer
 
         def noting(dst, envelope, message, *args, **options):
             sent.append((backend.rank, dst, message[1]))
             return offer(dst, envelope, message, *args, **options)
 
-        backend.offer = noting
+        backend.mesh.offer = noting
         run(backend)
-        del backend.offer
+        del backend.mesh.offer
 
     everywhere(each, world)
     return sent

@@ -94,12 +94,12 @@ def reports_of(backend) -> list[Notice]:
 
 def until_waiting(backend, src: int) -> None:
     """Wait until a simulated rank waits for another one; it looks up in 50 ms."""
-    eventually(lambda: backend._peers[src].inbox.in_flight)
+    eventually(lambda: backend.mesh.peers[src].inbox.in_flight)
 
 
 def frames_of(backend) -> list[Envelope]:
     """Return a list to which the envelope of everything that a rank sends is added."""
-    frames, transmit, offer = [], backend.transmit, backend.offer
+    frames, transmit, offer = [], backend.mesh.transmit, backend.mesh.offer
 
     def recording(dst, envelope, *rest):
         frames.append(envelope)
@@ -109,7 +109,7 @@ def frames_of(backend) -> list[Envelope]:
         frames.append(envelope)
         return offer(dst, envelope, *rest, **options)
 
-    backend.transmit, backend.offer = recording, recording_offer
+    backend.mesh.transmit, backend.mesh.offer = recording, recording_offer
     return frames
 
 
@@ -534,7 +534,7 @@ def test_what_failed_operations_left_is_forgotten(kind):
 def kept_nbytes(backend, src: int) -> int:
     """Return how much of a rank's messages nobody has asked for."""
     inboxes = getattr(backend, "_inboxes", None)
-    inbox = backend._peers[src].inbox if inboxes is None else inboxes[src]
+    inbox = backend.mesh.peers[src].inbox if inboxes is None else inboxes[src]
     return inbox._mailbox.arrived.nbytes
 
 
@@ -762,7 +762,7 @@ def test_what_was_sent_before_a_late_rank_was_told_is_forgotten(pair, monkeypatc
         assert check_told_late(pair, PARTS["all_reduce"])
         all_reduce_everywhere(pair)
     for rank, backend in enumerate(pair):
-        arrived = backend._peers[1 - rank].inbox._mailbox.arrived
+        arrived = backend.mesh.peers[1 - rank].inbox._mailbox.arrived
         assert not arrived
 
 
@@ -843,7 +843,7 @@ def test_what_others_sent_for_an_operation_that_was_refused_is_forgotten(pair):
             WRONG["no array"](pair[1])
         assert isinstance(waiting.error(), CollectiveAbortedError)
         all_reduce_everywhere(pair)
-    arrived = pair[1]._peers[0].inbox._mailbox.arrived
+    arrived = pair[1].mesh.peers[0].inbox._mailbox.arrived
     assert not arrived
 
 

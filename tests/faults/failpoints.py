@@ -63,6 +63,6 @@ def install(backend: Any, peer: int, point: str = "") -> None:
         raise ValueError(f"no such failpoint: {point!r}")
     if int(nbytes) < 1:
         raise ValueError("a failpoint is after one byte or more")
-    writer = backend._peers[peer].messages.outbox
+    writer = backend.mesh.peers[peer].messages.outbox
     writer._stream = FailingStream(writer._stream, int(nbytes), action)
     writer._send = None  # so that all bytes go through ``write``

@@ -190,7 +190,7 @@ def _end(*ends: socket.socket, reset: bool) -> None:
 
 def between(dialler: Any, listener: int, **toxics: Any) -> Proxy:
     """Return a proxy on the way from a ``TcpBackend`` to a rank that it has not dialled yet."""
-    peer = dialler._peers[listener]
+    peer = dialler.mesh.peers[listener]
     proxy = Proxy((peer.member.host, peer.member.port), host=peer.member.host, **toxics)
     host, port = proxy.address
     peer.member = msgspec.structs.replace(peer.member, host=host, port=port, unix_path="")

@@ -149,7 +149,7 @@ FORKING = """
         for number in range(100):
             group.send(b"%d" % number, 1)
             assert other.recv(0) == b"%d" % number
-        assert all(os.path.exists(backend._me.unix_path) for backend in world)
+        assert all(os.path.exists(backend.mesh._me.unix_path) for backend in world)
         group.close()
         other.close()
         for agent in agents:
@@ -211,7 +211,7 @@ def test_f29_a_dead_parent_is_noticed_although_its_child_lives():
                     backend.recv(1, timeout=PATIENCE)
                 os.kill(child, 0)  # it is still there
                 # Rank 0 removes the file that the dead one could not, when it hears of that too.
-                eventually(lambda: not os.path.exists(backend._peers[1].member.unix_path))
+                eventually(lambda: not os.path.exists(backend.mesh.peers[1].member.unix_path))
             finally:
                 os.kill(child, signal.SIGKILL)
     finally:

@@ -30,7 +30,7 @@ AGREED_LIMIT = 0.5
 
 
 def until_waiting(rank, src, count=1):
-    wanted = f"backend._peers[{src}].inbox._mailbox.wanted"
+    wanted = f"backend.mesh.peers[{src}].inbox._mailbox.wanted"
     eventually(lambda: rank.call("eval", wanted) >= count)
 
 

@@ -15,7 +15,7 @@ LINK_LIMIT = 6.0  # seconds until a cut link is an error, idle or not
 ONE_WAY_LIMIT = 11.0
 
 
-IS_SENDING_TO_2 = "backend._peers[2].messages.outbox._lock.locked()"
+IS_SENDING_TO_2 = "backend.mesh.peers[2].messages.outbox._lock.locked()"
 
 
 def lost(command, peer, timeout=20.0):

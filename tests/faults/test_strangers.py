@@ -40,7 +40,7 @@ def say(address, words):
 
 def doors(world):
     """Return the address of every rank's listening port."""
-    members = {rank: peer.member for one in world for rank, peer in one._peers.items()}
+    members = {rank: peer.member for one in world for rank, peer in one.mesh.peers.items()}
     return [f"{member.host}:{member.port}" for member in members.values()]
 
 

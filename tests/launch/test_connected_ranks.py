@@ -15,7 +15,7 @@ def test_ranks_listen_where_the_environment_says(run):
         """
 import rankwire
 with rankwire.connect(transport="tcp") as backend:
-    ports = rankwire.all_gather_object(backend, backend._me.port)
+    ports = rankwire.all_gather_object(backend, backend.mesh._me.port)
     assert len(set(ports)) == 2, ports
     print(*ports)
 """,

@@ -17,8 +17,7 @@ from rankwire import (
     SimulatedBackend,
     SubBackend,
 )
-from rankwire.backends import mesh
-from rankwire.mesh import inquiries
+from rankwire.mesh import inquiries, mesh
 from rankwire.mesh.calls import Serving
 from rankwire.testing import run_ranks, tcp_world
 

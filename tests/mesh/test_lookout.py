@@ -100,8 +100,8 @@ def pattern(nbytes, seed=0):
 
 def until_offered(backend, dst):
     """Wait until a rank has said where its next message to ``dst`` lies; return a new count."""
-    sent = backend._peers[dst].messages.frames_sent
-    return lambda: eventually(lambda: backend._peers[dst].messages.frames_sent > sent)
+    sent = backend.mesh.peers[dst].messages.frames_sent
+    return lambda: eventually(lambda: backend.mesh.peers[dst].messages.frames_sent > sent)
 
 
 def offer(backend, message, dst, tag=0, **options):
@@ -114,7 +114,7 @@ def offer(backend, message, dst, tag=0, **options):
 
 def offer_from(rank, nbytes, dst, tag=0, *, fill=1, timeout=PATIENCE):
     """Do the same in a process that has sent nothing yet but its introduction."""
-    sequence = f"backend._peers[{dst}].messages.frames_sent"
+    sequence = f"backend.mesh.peers[{dst}].messages.frames_sent"
     before = rank.call("eval", sequence)
     code = f"backend.send(bytes([{fill}]) * {nbytes}, {dst}, {tag}, timeout={timeout})"
     sending = rank.start("eval", code)
@@ -280,7 +280,7 @@ def test_ranks_that_all_send_before_they_know_of_each_other_do_not_wait_for_each
     with tcp_world(world_size, transport="tcp") as world:
         come_in = threading.Event()
         for backend in world:
-            backend.enter = lambda *args, enter=backend.enter: (
+            backend.mesh.enter = lambda *args, enter=backend.mesh.enter: (
                 come_in.wait(PATIENCE),
                 enter(*args),
             )
@@ -292,7 +292,7 @@ def test_ranks_that_all_send_before_they_know_of_each_other_do_not_wait_for_each
 
         running = [Running(turn, rank) for rank in range(world_size)]
         for rank, backend in enumerate(world):
-            peer = backend._peers[(rank + 1) % world_size]
+            peer = backend.mesh.peers[(rank + 1) % world_size]
             eventually(lambda peer=peer: peer.messages and peer.messages.outbox._lock.locked())
         time.sleep(0.2)
         come_in.set()
@@ -376,7 +376,7 @@ def test_many_threads_that_send_large_and_small_keep_the_order_of_each_tag(pair)
     running = [Running(work, tag) for tag in range(threads) for work in (send, receive)]
     for each in running:
         each.result()
-    assert pair[1]._peers[0].inbox._mailbox.arrived.nbytes == 0
+    assert pair[1].mesh.peers[0].inbox._mailbox.arrived.nbytes == 0
 
 
 def test_a_small_message_passes_a_large_one_that_nobody_takes(lending):
@@ -432,7 +432,7 @@ WAYS = {
 def streaming(request):
     """Two ranks between which large messages are a stream, and the inbox of the second."""
     with tcp_world(2, transport="tcp") as world:
-        inbox = world[1]._peers[0].inbox
+        inbox = world[1].mesh.peers[0].inbox
         if request.param == "world":
             yield *world, inbox
         else:
@@ -685,7 +685,7 @@ def without_rank_0(ranks, how):
         ranks[0].kill()
     else:
         ranks[0].call("close")
-    thread = "backend._introductions._thread"
+    thread = "backend.mesh.introductions._thread"
     introduced = f"{thread}.ident and not {thread}.is_alive()"
     for rank in ranks[1:]:
         eventually(lambda rank=rank: rank.call("eval", introduced))
@@ -863,7 +863,7 @@ def test_a_link_to_nobody_is_refused():
         with pytest.raises(InvalidRankError):
             world[0].link_to(2)
         world[1].close()
-        eventually(lambda: world[0]._peers[1].failure is not None)
+        eventually(lambda: world[0].mesh.peers[1].failure is not None)
         with pytest.raises(ChannelClosedError) as caught:
             world[0].link_to(1)
         assert (caught.value.op, caught.value.peer) == ("link_to", 1)

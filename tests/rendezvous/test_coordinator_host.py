@@ -103,7 +103,7 @@ def test_a_launcher_begins_anew_while_an_old_rank_is_still_there(launcher):
     old = launcher.world(3)
     launcher.host.expect()
     for backend in old:
-        eventually(lambda backend=backend: not backend._is_watched)
+        eventually(lambda backend=backend: not backend.mesh.is_watched)
     new = launcher.world(3)
     new[1].send(b"new", 2)
     assert new[2].recv(1) == b"new"
@@ -115,7 +115,7 @@ def test_when_the_launcher_is_gone_ranks_still_notice_each_others_deaths(launche
     world = launcher.world(3)
     launcher.host.close()
     for backend in world:
-        eventually(lambda backend=backend: not backend._is_watched)
+        eventually(lambda backend=backend: not backend.mesh.is_watched)
     waiting = Running(world[1].recv, 2)
     world[2].close(error=ValueError("nobody tells this"))
     assert isinstance(waiting.error(), PeerLostError)
@@ -141,7 +141,7 @@ def test_a_launcher_that_was_given_up_while_it_stood_still_blames_no_rank(launch
     awake = threading.Event()
     launcher.host._acceptor.call_soon(lambda: awake.wait(PATIENCE))
     for rank in ranks:
-        eventually(lambda rank=rank: not rank._is_watched)
+        eventually(lambda rank=rank: not rank.mesh.is_watched)
     awake.set()
     eventually(lambda: launcher.host._coordinator._state.name == "FORMING")
     assert launcher.told == ["formed"]

@@ -438,7 +438,7 @@ def test_strangers_that_talk_while_newer_ones_take_their_slots_do_not_stop_the_j
     """They are dropped, and their descriptors taken again, before what they said is looked at."""
     monkeypatch.setattr("rankwire.links.acceptor._LEAST_ROOM", 4)
     with tcp_world(2, transport="tcp") as world, contextlib.ExitStack() as stack:
-        acceptor = world[0]._formation.acceptor
+        acceptor = world[0].mesh.formation.acceptor
         old = [stack.enter_context(dial(world[0].address)) for _ in range(4)]
         eventually(lambda: len(acceptor._strangers) == 4)
         with deaf(world[0]):
@@ -484,7 +484,7 @@ def test_a_stranger_is_not_told_anything_that_depends_on_the_secret(words):
 
 def test_strangers_do_not_disturb_a_world_that_has_formed():
     with tcp_world(2, transport="tcp") as world, contextlib.ExitStack() as stack:
-        member = world[0]._peers[1].member
+        member = world[0].mesh.peers[1].member
         for words in GARBAGE.values():
             for address in (world[0].address, f"{member.host}:{member.port}"):
                 with contextlib.suppress(OSError):
@@ -592,10 +592,10 @@ def test_a_rank_of_another_user_finds_no_secret_and_says_so(folder):
 @pytest.mark.fault(24, "a connection of an earlier incarnation is refused")
 def test_a_connection_of_another_incarnation_is_refused():
     with tcp_world(2, transport="tcp") as world:
-        world[1]._formation._epoch ^= 1
+        world[1].mesh.formation._epoch ^= 1
         with pytest.raises(NoConnectionError, match="another incarnation"):
             raw_peer(world[1], world[0])
-        world[1]._formation._epoch ^= 1
+        world[1].mesh.formation._epoch ^= 1
         say_hello(world)
 
 
@@ -604,14 +604,16 @@ def test_a_connection_of_another_incarnation_is_refused():
 )
 def test_a_connection_of_a_rank_that_cannot_be_is_refused(rank, peer):
     with tcp_world(2, transport="tcp") as world:
-        genuine = world[1]._formation.hello(Purpose.MESSAGES, 0)
+        genuine = world[1].mesh.formation.hello(Purpose.MESSAGES, 0)
         hello = Hello(Purpose.MESSAGES, genuine.job, genuine.epoch, 2, rank, peer)
-        member = world[1]._peers[0].member
+        member = world[1].mesh.peers[0].member
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             # Who is nobody has no key. With that of rank 1, it is told where it is not.
             with pytest.raises((NoConnectionError, AuthenticationError)):
-                authenticate(sock, hello, key=world[1]._formation.keys.shared[0], deadline=deadline)
+                authenticate(
+                    sock, hello, key=world[1].mesh.formation.keys.shared[0], deadline=deadline
+                )
         say_hello(world)
 
 
@@ -627,12 +629,12 @@ def test_a_second_message_connection_of_a_rank_is_refused():
 
 def test_nobody_joins_through_a_rank_that_does_not_coordinate():
     with tcp_world(2, transport="tcp") as world:
-        member = world[0]._peers[1].member
+        member = world[0].mesh.peers[1].member
         hello = Hello(Purpose.JOIN, job_id("default"), 0, 2, 1, 0)
         deadline = Deadline(PATIENCE)
         with connect_tcp(TcpAddress(member.host, member.port), deadline) as sock:
             with pytest.raises(AuthenticationError):
-                authenticate(sock, hello, key=world[1]._formation.keys.own, deadline=deadline)
+                authenticate(sock, hello, key=world[1].mesh.formation.keys.own, deadline=deadline)
         say_hello(world)
 
 
@@ -716,7 +718,7 @@ def test_f58_an_advertised_address_that_can_be_called_back_is_used(elsewhere):
         one = forming.start(1, listen="0.0.0.0", advertise="127.0.0.1")
         world = [zero.result(), one.result()]
         say_hello(world)
-        assert world[0]._peers[1].member.host == "127.0.0.1"
+        assert world[0].mesh.peers[1].member.host == "127.0.0.1"
 
 
 def test_rank_0_may_listen_elsewhere_than_at_its_address(elsewhere):
@@ -819,7 +821,7 @@ def test_ranks_share_the_secret_of_the_environment_which_is_removed(monkeypatch,
     with tcp_world(2) as world:
         assert "RANKWIRE_SECRET" not in os.environ
         assert list(folder.glob("secret-*")) == []
-        assert world[0]._formation.keys.own == rank_key(SECRET, 0)
+        assert world[0].mesh.formation.keys.own == rank_key(SECRET, 0)
         say_hello(world)
 
 
@@ -835,7 +837,7 @@ def test_no_secret_is_ever_logged_or_printed(secret, caplog):
         world = [forming.start(rank) for rank in (1, 2)]
         backends = [rank.result() for rank in (zero, *world)]
         say_hello(backends)
-        formation = backends[0]._formation
+        formation = backends[0].mesh.formation
         known = {formation.keys.own, rank_key(b"wrong " + SECRET, 1), b"wrong " + SECRET, SECRET}
         known |= {rank_key(SECRET, 1), *formation.keys.shared.values()}
         known.add(AgreedSecret(forming.port).read() or SECRET)

@@ -305,7 +305,7 @@ def test_a_rank_that_fails_says_why_before_its_coroutines_are_answered(monkeypat
         agents[1].register("wait", wait)
         future = agents[0].rpc_async(1, "wait")
         assert started.wait(10)
-        formation = world[1]._formation
+        formation = world[1].mesh.formation
         close = formation.close
 
         def close_late(*args):

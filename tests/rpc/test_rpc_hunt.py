@@ -68,20 +68,20 @@ def test_dialling_an_agent_that_is_closing_does_not_lose_the_peer(world):
     first, second = world
     caller, callee = RpcAgent(first), RpcAgent(second)
     at_the_end, go_on = threading.Event(), threading.Event()
-    forget_port = second.forget_port
+    forget_port = second.mesh.ports.forget
 
     def late(port):
         at_the_end.set()
         go_on.wait(PATIENCE)
         forget_port(port)
 
-    second.forget_port = late
+    second.mesh.ports.forget = late
     closing = in_thread(callee.close, 0.0)
     assert at_the_end.wait(PATIENCE)
     error = error_of(caller.rpc_sync, 1, "anything", timeout=PATIENCE / 2)
     go_on.set()
     closing.join(PATIENCE)
-    second.forget_port = forget_port
+    second.mesh.ports.forget = forget_port
     try:
         assert isinstance(error, ChannelClosedError), repr(error)
         # The rank is alive: only its agent has gone.
@@ -94,15 +94,15 @@ def test_dialling_an_agent_that_is_closing_does_not_lose_the_peer(world):
 def test_a_connection_let_in_just_before_its_agent_closed_is_ended(world):
     first, second = world
     caller, callee = RpcAgent(first), RpcAgent(second)
-    enter = second.enter
+    enter = second.mesh.enter
 
     def late(hello, sock, seals):
         callee.close(0.0)
         enter(hello, sock, seals)
 
-    second.enter = late
+    second.mesh.enter = late
     error = error_of(caller.rpc_sync, 1, "anything", timeout=PATIENCE)
-    second.enter = enter
+    second.mesh.enter = enter
     try:
         assert isinstance(error, ChannelClosedError), repr(error)
     finally:

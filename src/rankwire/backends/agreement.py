@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rankwire import runtime
+from rankwire.backends.receiving import take_posted
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     DeadlineExceededError,
@@ -22,8 +24,10 @@ from rankwire.errors import (
     MembershipError,
     PeerLostError,
 )
-from rankwire.mesh.transport import Transport
 from rankwire.wire.frames import Channel, whole_of
+
+if TYPE_CHECKING:
+    from rankwire.backends.base import Backend
 
 _AGREEMENT_TAG = 0
 
@@ -73,7 +77,7 @@ class Agreement:
         self._made: Counter[tuple[int, ...]] = Counter()
         self._attempts: dict[int, _Attempt] = {}  # with each member
 
-    def reach(self, parent: Transport, members: list[int], deadline: Deadline) -> int:
+    def reach(self, parent: Backend, members: list[int], deadline: Deadline) -> int:
         """Return the ordinal of a new group, the same on all members. Safe from any thread."""
         grip: list[bool] = []
         try:
@@ -92,25 +96,24 @@ class Agreement:
             if grip[-1:] == [True]:
                 self._lock.release()
 
-    def forget(self, rank: int) -> None:
-        """A rank was started anew: it knows nothing of what was announced to its old process."""
-        self._attempts.pop(rank, None)
-
     def _announce(
-        self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
+        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> None:
         payload = msgspec.msgpack.encode(ours)
         for dst in others:
             attempt = self._attempts.get(dst)
             if attempt is None or attempt.payload != payload:
                 envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
-                parent.transmit(dst, envelope, ((payload,), len(payload)), deadline)
+                parent.check_member(dst)
+                parent.mesh.transmit(
+                    parent.world[dst], envelope, ((payload,), len(payload)), deadline
+                )
                 heard = None if attempt is None else attempt.heard
                 is_early = heard is not None and _are_of_one_group(heard, ours)
                 self._attempts[dst] = _Attempt(payload, heard if is_early else None)
 
     def _collect(
-        self, parent: Transport, ours: _Announcement, others: list[int], deadline: Deadline
+        self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> list[int]:
         """Return the others' ordinals; all are asked first, so that an error names all."""
         heard: dict[int, _Announcement] = {}
@@ -129,9 +132,11 @@ class Agreement:
             if theirs.members != ours.members:
                 differing.append(f"rank {src} says {theirs.members}")
         if missing and not differing:
-            raise DeadlineExceededError(
+            late = DeadlineExceededError(
                 deadline.limit, waiting_for=missing, detail=f"to confirm the group {ours.members}"
             )
+            late.is_local = True
+            raise late
         for src in heard:  # this is over, for better or for worse
             self._attempts.pop(src, None)
         if differing:
@@ -140,7 +145,7 @@ class Agreement:
         return [theirs.ordinal for theirs in heard.values()]
 
     def _hear(
-        self, parent: Transport, src: int, ours: _Announcement, deadline: Deadline
+        self, parent: Backend, src: int, ours: _Announcement, deadline: Deadline
     ) -> _Announcement:
         """Return what a member says of the group, now or in an attempt before."""
         attempt = self._attempts.get(src)
@@ -148,7 +153,7 @@ class Agreement:
             return attempt.heard
         envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
         while True:
-            theirs = _decoded(whole_of(parent.receive(src, envelope, deadline)), src)
+            theirs = _decoded(take_posted(parent, src, envelope, deadline, whole_of), src)
             if _are_of_one_group(theirs, ours) or not _is_void(parent, theirs):
                 break
         if attempt is not None:
@@ -170,10 +175,13 @@ def _not_heard_of_yet(theirs: _Announcement, ours: _Announcement) -> PeerLostErr
     after = theirs.incarnations or [0] * len(ours.members)
     pairs = zip(ours.members, before, after, strict=False)
     rank = next((member for member, old, new in pairs if old != new), ours.members[0])
-    return PeerLostError(rank, "its process was started anew, as another member says; try again")
+    reason = "its process was started anew, as another member says; try again"
+    error = PeerLostError(rank, reason)
+    error.is_local = True
+    return error
 
 
-def _is_void(parent: Transport, said: _Announcement) -> bool:
+def _is_void(parent: Backend, said: _Announcement) -> bool:
     """Whether a word is about a member that is lost, or whose process is another one by now."""
     known = [member for member in said.members if 0 <= member < parent.world_size]
     if any(
@@ -202,9 +210,9 @@ def _decoded(payload: bytearray, src: int) -> _Announcement:
     try:
         return _DECODER.decode(payload)
     except msgspec.DecodeError as error:
-        raise InvalidMessageError(f"not an announcement of a group: {error}").during(
-            peer=src
-        ) from error
+        invalid = InvalidMessageError(f"not an announcement of a group: {error}")
+        invalid.is_local = True
+        raise invalid.during(peer=src) from error
 
 
 def _digest(purpose: str, value: object) -> int:

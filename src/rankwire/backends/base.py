@@ -1,19 +1,19 @@
-"""Backend: what every way of joining ranks offers.
+"""Backend: what users hold.
 
-Implementations provide a ``Transport``. Everything users call is written once, here, on top of it:
-argument checks, deadlines, arrays, and the context in errors. So all backends behave alike. The
-barrier is a collective: the layer above says how ranks meet (``meeting``).
+A backend is a mesh, the members of a group and the group's id. It checks arguments, sets deadlines,
+and translates ranks where an operation enters and errors where it leaves. So all backends behave
+alike. The barrier is a collective of the layer above (``meeting``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
 from rankwire.backends.agreement import Agreement
 from rankwire.backends.arguments import Sendable, check_world, writable_view
-from rankwire.backends.events import OnJoined, OnLost, OnSuspected, PeerEvents
 from rankwire.backends.payloads import (
     check_out,
     destination_of,
@@ -22,20 +22,19 @@ from rankwire.backends.payloads import (
 )
 from rankwire.backends.posting import AnyRank, MessagePosting, Source
 from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
-from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
-from rankwire.environment import default_timeout
 from rankwire.errors import (
     DeadlineExceededError,
     RankwireError,
 )
 from rankwire.fork import guard, invalidate
-from rankwire.mesh.roll_client import RollClient
-from rankwire.mesh.transport import Operations
+from rankwire.mesh.calls import CallPort
+from rankwire.mesh.events import OnJoined, OnLost, OnSuspected
+from rankwire.mesh.transport import Operations, Transport
 from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.control_messages import Notice
-from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Buffer, Channel, whole_of
+from rankwire.wire.frames import WORLD_GROUP, Buffer, Channel, whole_of
 from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 
@@ -73,43 +72,56 @@ class Backend(MessagePosting):
         *("close", "closed"),
     )
 
-    security: str = "local"
-    ranks_return: bool = False  # whether a lost rank may be started anew alone, and come back
+    incarnation: int = 0
     # The barrier of the collectives, which are a layer above; the package puts it here.
     meeting: ClassVar[Callable[[Backend, float | None], None]]
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        mesh: Transport,
         *,
+        members: Sequence[int] | None = None,
+        group: int = WORLD_GROUP,
         timeout: float | None = None,
-        max_message_nbytes: int = DEFAULT_MAX_MESSAGE_NBYTES,
-        clock: Clock = REAL_TIME,
     ) -> None:
         super().__init__()
-        self.rank, self.world_size = check_world(rank, world_size)
-        self.clock = clock
-        limit = default_timeout() if timeout is None else timeout
-        self.timeout = Deadline(limit, clock).limit
-        self.max_message_nbytes = max_message_nbytes
+        self.mesh = mesh
+        self.world = range(mesh.world_size) if members is None else members
+        self.rank, self.world_size = check_world(self.world.index(mesh.rank), len(self.world))
+        self.group = group
+        self.clock = mesh.clock
+        self.timeout = mesh.timeout if timeout is None else Deadline(timeout, mesh.clock).limit
+        self.max_message_nbytes = mesh.max_message_nbytes
+        self.security = mesh.security
+        self.ranks_return = mesh.ranks_return
+        self.incarnation = mesh.incarnation
         self.operations: Operations | None = None  # set by the first collective
-        self.agreement = Agreement()  # how groups of its ranks come to be
-        self.roll = RollClient()  # what its collectives report to the coordinator, and are told
-        self._events = PeerEvents()
+        self.agreement = Agreement()  # how groups of its ranks are made
+        self.roll = mesh.roll
+        self.roll.add(self)
         guard(self)
 
     @property
-    def mesh(self) -> Backend:
-        """The backend of the whole world, which knows world ranks only."""
-        return self
+    def joins(self) -> int:
+        """How many times another rank was restarted, since this one is in the world."""
+        return self.mesh.joins
+
+    @property
+    def broken(self) -> RankwireError | None:
+        """Why this group has no collectives any more, if a rank was restarted since."""
+        return self.mesh.broken
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self.mesh.closed
 
     @property
     def roll_members(self) -> tuple[int, ...]:
         """The members as a report to the coordinator lists them; empty if it is the world."""
         if self.group == WORLD_GROUP:
             return ()
-        return tuple(self.world_rank_of(rank) for rank in range(self.world_size))
+        return tuple(self.world)
 
     def leave_roll(self) -> None:
         """Report that this rank leaves the world, and so will not come to the next operation."""
@@ -158,9 +170,10 @@ class Backend(MessagePosting):
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(data)
-            self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
+            envelope = (self.group, Channel.MESSAGE, tag)
+            self.mesh.transmit(self.world[dst], envelope, message, deadline)
         except RankwireError as error:
-            raise self.explained(error, "send", deadline, dst, tag) from error.__cause__
+            raise self.failed(error, "send", deadline, dst, tag) from error.__cause__
 
     def recv(self, src: Source, tag: int = 0, timeout: float | None = None) -> bytearray:
         """Return the next message from ``src`` with this tag, whatever its length.
@@ -184,7 +197,7 @@ class Backend(MessagePosting):
             src, tag = self._check(src, tag)
             return take(self, src, tag, deadline, None, whole_of)
         except RankwireError as error:
-            raise self.explained(error, "recv", deadline, src, tag) from error.__cause__
+            raise self.failed(error, "recv", deadline, src, tag) from error.__cause__
 
     def recv_into(
         self, buffer: Buffer, src: Source, tag: int = 0, timeout: float | None = None
@@ -210,7 +223,7 @@ class Backend(MessagePosting):
             take(self, src, tag, deadline, view.nbytes, read, into=into)
             return view.nbytes
         except RankwireError as error:
-            raise self.explained(error, "recv_into", deadline, src, tag) from error.__cause__
+            raise self.failed(error, "recv_into", deadline, src, tag) from error.__cause__
 
     # -- arrays ------------------------------------------------------------------------------------
 
@@ -226,9 +239,10 @@ class Backend(MessagePosting):
         try:
             dst, tag = self._check(dst, tag)
             message = self._as_message(pack_array(array)[0])
-            self.transmit(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
+            envelope = (self.group, Channel.MESSAGE, tag)
+            self.mesh.transmit(self.world[dst], envelope, message, deadline)
         except RankwireError as error:
-            raise self.explained(error, "send_array", deadline, dst, tag) from error.__cause__
+            raise self.failed(error, "send_array", deadline, dst, tag) from error.__cause__
 
     def recv_array(
         self, src: Source, tag: int = 0, timeout: float | None = None, *, out: Any = None
@@ -256,7 +270,7 @@ class Backend(MessagePosting):
             read, into = partial(read_array, out=out), destination_of(out)
             return take(self, src, tag, deadline, None, read, into=into)
         except RankwireError as error:
-            raise self.explained(error, "recv_array", deadline, src, tag) from error.__cause__
+            raise self.failed(error, "recv_array", deadline, src, tag) from error.__cause__
 
     def sendrecv(
         self,
@@ -292,8 +306,8 @@ class Backend(MessagePosting):
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
             message = self._as_message(packed)
-            offer = self.offer(
-                dst,
+            offer = self.mesh.offer(
+                self.world[dst],
                 (self.group, Channel.MESSAGE, tag),
                 message,
                 deadline,
@@ -301,10 +315,10 @@ class Backend(MessagePosting):
             )
             received = take_array_meanwhile(self, src, tag, deadline, out, offer)
             if offer is not None and not offer.wait(deadline):
-                raise DeadlineExceededError(deadline.limit, waiting_for=[dst])
+                raise DeadlineExceededError(deadline.limit, waiting_for=[self.world[dst]])
             return received
         except RankwireError as error:
-            raise self.explained(error, "sendrecv", deadline, src, tag) from error.__cause__
+            raise self.failed(error, "sendrecv", deadline, src, tag) from error.__cause__
         finally:
             if offer is not None:
                 try:
@@ -337,11 +351,33 @@ class Backend(MessagePosting):
         )
 
     def status(self) -> WorldStatus:
-        """Return what this rank knows about each peer: its state, and what waits for it."""
+        """Return what this rank knows of each peer: whether it is up, and what is waited for."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        peers = {rank: self.status_of(rank) for rank in others}
+        peers = {rank: replace(self.mesh.status_of(self.world[rank]), rank=rank) for rank in others}
         operation = "" if self.operations is None else self.operations.now()
         return WorldStatus(self.rank, self.world_size, peers, operation)
+
+    def failure_of(self, rank: int) -> RankwireError | None:
+        """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
+        return self.mesh.failure_of(self.world[self._check_peer(rank)])
+
+    def incarnation_of(self, rank: int) -> int:
+        """Return how many times a rank was restarted alone."""
+        return self.mesh.incarnation_of(self.world[rank])
+
+    @property
+    def hosts(self) -> Sequence[object]:
+        """One item for each rank; the items of ranks on one host are equal."""
+        hosts = self.mesh.hosts
+        return hosts if self.group == WORLD_GROUP else [hosts[rank] for rank in self.world]
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that are lost. Those that have left may be among them."""
+        return self.mesh.lost_ranks()
+
+    def open_calls(self, service: int) -> CallPort:
+        """Return the port by which an agent calls and is called."""
+        return self.mesh.open_calls(service)
 
     def on_peer_lost(self, callback: OnLost) -> Callable[[], None]:
         """Call ``callback(error)`` once for each lost peer, including peers lost before now.
@@ -352,14 +388,14 @@ class Backend(MessagePosting):
         Returns:
             A function that removes the callback.
         """
-        return self._events.on_lost(callback)
+        return self.mesh.events.on_lost(callback)
 
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
         """Call ``callback(rank, seconds)`` when a peer has been silent for that long.
 
         With 0.0 seconds: the peer responds again. Otherwise as ``on_peer_lost``.
         """
-        return self._events.on_suspected(callback)
+        return self.mesh.events.on_suspected(callback)
 
     def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
         """Call ``callback(rank, incarnation)`` when a peer was restarted and has joined.
@@ -371,7 +407,18 @@ class Backend(MessagePosting):
         members make. ``rankwire run --on-failure restart`` starts ranks anew. Otherwise as
         ``on_peer_lost``.
         """
-        return self._events.on_joined(callback)
+        return self.mesh.events.on_joined(callback)
+
+    def close(self, *, error: BaseException | None = None) -> None:
+        """Leave the world; waiting threads get ``ChannelClosedError``. Idempotent.
+
+        Args:
+            error: The error that ends this rank, if any. Then the other ranks get ``PeerLostError``
+                with this error's text and traceback; without it they see an orderly end.
+        """
+        self.mesh.close(error=error)
+        if self.operations is not None:
+            self.operations.release()
 
     def __enter__(self) -> Self:
         return self

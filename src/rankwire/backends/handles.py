@@ -78,12 +78,10 @@ class MessageHandle(PublicDir):
         except DeadlineExceededError as error:
             if self._error is None and limit.expired:
                 self._end(error)
-            raise ranks.explained(error, self._op, limit, self._peer, self._tag) from None
+            raise ranks.failed(error, self._op, limit, self._peer, self._tag) from None
         except RankwireError as error:
             self._error = self._error or error.kept()
-            raise ranks.explained(
-                error, self._op, limit, self._peer, self._tag
-            ) from error.__cause__
+            raise ranks.failed(error, self._op, limit, self._peer, self._tag) from error.__cause__
         self._deadline = None
         return self._value()
 
@@ -99,7 +97,7 @@ class MessageHandle(PublicDir):
                 return True
         except RankwireError:
             return True  # as ``wait`` will say
-        self._ranks.read_others()
+        self._ranks.mesh.read_others()
         return False
 
     def fail(self, error: Exception) -> None:
@@ -107,7 +105,7 @@ class MessageHandle(PublicDir):
         if isinstance(error, RankwireError):  # and not one of the program's own, of a fault plan
             assert self._deadline is not None
             context = self._op, self._deadline, self._peer, self._tag
-            error = self._ranks.explained(error, *context).kept()
+            error = self._ranks.failed(error, *context).kept()
         self._error = error.with_traceback(None)
 
     def _end(self, error: DeadlineExceededError) -> None:
@@ -183,16 +181,13 @@ class Sending(MessageHandle):
         sent = self._sent
         assert sent is not None
         try:
-            if self._ranks.closed and self._peer is not None and not sent.is_over():
-                failure = self._ranks.failure_of(self._peer)
-                if failure is not None:  # a group is closed, but the connection stands
-                    raise failure.copy()
+            self._ranks.check_member(self._peer)  # a group may be closed, but the connection stands
             is_taken = sent.wait(deadline)
         except RankwireError:
             sent.revoke()
             raise
         if not is_taken:
-            peers = [] if self._peer is None else [self._peer]
+            peers = [] if self._peer is None else [self._ranks.world[self._peer]]
             detail = "it does not take the message"
             raise DeadlineExceededError(deadline.limit, waiting_for=peers, detail=detail)
         sent.revoke()
@@ -201,7 +196,7 @@ class Sending(MessageHandle):
         sent, dst = self._sent, self._peer
         if sent is None or sent.is_over():
             return True
-        return dst is not None and self._ranks.failure_of(dst) is not None
+        return dst is not None and self._ranks.mesh.failure_of(self._ranks.world[dst]) is not None
 
     def _give_up(self) -> bool:
         return self._sent is not None and self._sent.revoke()
@@ -254,11 +249,14 @@ class Receiving(MessageHandle):
         envelope = (ranks.group, Channel.MESSAGE, self._tag)
         if src is None:
             self._sources = ranks.others()
-            expected = ranks.expect_any(self._sources, envelope, nbytes=self._nbytes)
+            others = [ranks.world[each] for each in self._sources]
+            expected = ranks.mesh.expect_any(others, envelope, nbytes=self._nbytes)
         else:
-            expected = ranks.expect(src, envelope, nbytes=self._nbytes, into=self._into)
+            rank = ranks.world[src]
+            expected = ranks.mesh.expect(rank, envelope, nbytes=self._nbytes, into=self._into)
         self._expected = expected
         expected.post()
+        ranks.check_member(src)  # after it was posted: closing the group ends what is posted
 
     def _value(self) -> Any:
         return self._result

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rankwire.backends.arguments import (
     Sendable,
@@ -28,9 +29,12 @@ from rankwire.errors import (
 from rankwire.links.receive_handle import ReceiveHandle
 from rankwire.mesh.inquiries import explain_delay, explain_silence, explain_unreceived
 from rankwire.mesh.transport import Transport
+from rankwire.public_dir import PublicDir
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import Buffer, Channel, Message, Payload, whole_of
 from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
+
+E = TypeVar("E", bound=RankwireError)
 
 
 class AnyRank(Enum):
@@ -48,10 +52,12 @@ ANY_RANK: Final = AnyRank.ANY_RANK
 Source = int | AnyRank
 
 
-class MessagePosting(Transport):
+class MessagePosting(PublicDir):
     """Messages that go on while their thread does something else.
 
     Attributes:
+        mesh: Reaches the ranks of the world.
+        world: The world ranks of the group, by rank.
         clock: By which everything in its world waits.
         timeout: Seconds for every operation without its own timeout.
         max_message_nbytes: Largest message sent or accepted.
@@ -59,6 +65,11 @@ class MessagePosting(Transport):
         last_source: Of a receive from any rank: the next one looks behind it first.
     """
 
+    mesh: Transport
+    world: Sequence[int]
+    group: int
+    rank: int
+    world_size: int
     clock: Clock
     timeout: float
     max_message_nbytes: int
@@ -111,9 +122,10 @@ class MessagePosting(Transport):
             dst, tag = self._check(dst, tag)
             message = self._as_message(data if op == "isend" else pack_array(data)[0])
         except RankwireError as error:
-            raise self.explained(error, op, deadline, dst, tag) from error.__cause__
+            raise self.failed(error, op, deadline, dst, tag) from error.__cause__
         try:
-            sent = self.begin(dst, (self.group, Channel.MESSAGE, tag), message, deadline)
+            envelope = (self.group, Channel.MESSAGE, tag)
+            sent = self.mesh.begin(self.world[dst], envelope, message, deadline)
         except Exception as error:
             handle = Sending(self, op, dst, tag, deadline)
             handle.fail(error)
@@ -234,13 +246,14 @@ class MessagePosting(Transport):
             if isinstance(src, AnyRank):
                 if self.dropped:
                     self.give_up_dropped()
+                self.check_member(None)
                 tag = check_tag(tag)
                 if self.world_size == 1:
                     raise ConfigurationError("this group has no other rank to receive from")
             else:
                 rank, tag = self._check(src, tag)
         except RankwireError as error:
-            raise self.explained(error, op, deadline, rank, tag) from error.__cause__
+            raise self.failed(error, op, deadline, rank, tag) from error.__cause__
         return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
 
     def others(self) -> list[int]:
@@ -276,9 +289,27 @@ class MessagePosting(Transport):
             raise SelfSendError(self.rank)
         return peer
 
-    def silences(self) -> dict[int, float]:
-        """Return the ranks that were not heard lately, with the seconds since. Here: none."""
-        return {}
+    def check_member(self, rank: int | None) -> None:
+        """Raise if this group is closed, or if a rank of it was restarted since it was made."""
+
+    def world_rank_of(self, rank: int) -> int:
+        """Return the rank in the whole world of a rank of this group."""
+        return self.world[check_rank(rank, self.world_size)]
+
+    def adopted(self, peer: int | None, error: E) -> E:
+        """Return an error of the mesh with ranks of this group."""
+        return error
+
+    def failed(
+        self,
+        error: RankwireError,
+        op: str,
+        deadline: Deadline,
+        peer: int | None = None,
+        tag: int | None = None,
+    ) -> RankwireError:
+        """Return an error of the mesh with ranks of this group, and with what was being done."""
+        return self.explained(self.adopted(peer, error), op, deadline, peer, tag)
 
     def explained(
         self,
@@ -295,7 +326,17 @@ class MessagePosting(Transport):
         error = error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)
         if is_new and isinstance(error, DeadlineExceededError) and error.limit > 0.0:
             if op.removeprefix("i").startswith("recv"):
-                explain_unreceived(self, error)
-            explain_silence(self.silences(), error)
-            explain_delay(self, error, self.clock)
+                explain_unreceived(self._count_unreceived, error)
+            explain_silence(self._silences(), error)
+            explain_delay(self._ask_what_it_does, error, self.clock)
         return error
+
+    def _count_unreceived(self, rank: int) -> dict[int, int]:
+        return self.mesh.unreceived(self.world[rank], self.group)
+
+    def _silences(self) -> dict[int, float]:
+        found = self.mesh.silences()
+        return {rank: found[each] for rank, each in enumerate(self.world) if each in found}
+
+    def _ask_what_it_does(self, rank: int, deadline: Deadline) -> str | None:
+        return self.mesh.doing_of(self.world[rank], deadline)

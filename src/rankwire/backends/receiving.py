@@ -1,19 +1,21 @@
-"""Receive messages through a ``Transport``, and skip those that their sender has withdrawn."""
+"""Receive messages of a group, and skip those that their sender has withdrawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwire.backends.payloads import read_array
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError
 from rankwire.links.receive_handle import drop
 from rankwire.links.send_handle import SendHandle
-from rankwire.mesh.transport import Transport
-from rankwire.wire.frames import Channel, Payload
+from rankwire.wire.frames import WORLD_GROUP, Channel, Envelope, Payload
 from rankwire.wire.receive import Destination, MessageWithdrawnError
+
+if TYPE_CHECKING:
+    from rankwire.backends.posting import MessagePosting
 
 _LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
 
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 
 def take(
-    ranks: Transport,
+    ranks: MessagePosting,
     src: int,
     tag: int,
     deadline: Deadline,
@@ -44,8 +46,8 @@ def take(
     envelope = (ranks.group, Channel.MESSAGE, tag)
     while True:
         try:
-            if into is None:
-                payload = ranks.receive(src, envelope, deadline, nbytes=nbytes)
+            if into is None and ranks.group == WORLD_GROUP:
+                payload = ranks.mesh.receive(ranks.world[src], envelope, deadline, nbytes=nbytes)
                 try:
                     result = read(payload)
                     if not isinstance(payload, bytearray):
@@ -54,14 +56,33 @@ def take(
                 except BaseException:
                     drop(payload)
                     raise
-            expected = ranks.expect(src, envelope, nbytes=nbytes, into=into)
-            return expected.take_now(deadline, read)
+            return take_posted(ranks, src, envelope, deadline, read, nbytes, into)
         except MessageWithdrawnError:
             continue  # the sender's time was up: this message was never sent
 
 
+def take_posted(
+    ranks: MessagePosting,
+    src: int,
+    envelope: Envelope,
+    deadline: Deadline,
+    read: Callable[[Payload], T],
+    nbytes: int | None = None,
+    into: Destination | None = None,
+) -> T:
+    """Post a receive and read its message; after an error, another receive gets the message."""
+    expected = ranks.mesh.expect(ranks.world[src], envelope, nbytes=nbytes, into=into)
+    try:
+        expected.post()
+        ranks.check_member(src)  # after it was posted: closing the group ends what is posted
+    except BaseException:
+        expected.give_up()
+        raise
+    return expected.take_now(deadline, read)
+
+
 def take_array_meanwhile(
-    ranks: Transport, src: int, tag: int, deadline: Deadline, out: Any, sent: SendHandle | None
+    ranks: MessagePosting, src: int, tag: int, deadline: Deadline, out: Any, sent: SendHandle | None
 ) -> Any:
     """Return an array; look up now and then whether the receiver of a sent message still lives."""
     while True:
@@ -76,8 +97,10 @@ def take_array_meanwhile(
                 sent = None  # it was taken: its taker may end now
 
 
-def raise_if_lost(ranks: Transport, src: int, tag: int) -> None:
+def raise_if_lost(ranks: MessagePosting, src: int, tag: int) -> None:
     """Raise if a rank is gone and left no message."""
-    failure = ranks.failure_of(src)
-    if failure is not None and not ranks.has_arrived(src, (ranks.group, Channel.MESSAGE, tag)):
+    failure = ranks.mesh.failure_of(ranks.world[src])
+    if failure is not None and not ranks.mesh.has_arrived(
+        ranks.world[src], (ranks.group, Channel.MESSAGE, tag)
+    ):
         raise failure.copy()

@@ -36,7 +36,7 @@ from rankwire.wire.handshake import Purpose
 from rankwire.wire.protocol import left
 
 if TYPE_CHECKING:
-    from rankwire.backends.simulated import SimulatedBackend
+    from rankwire.backends.simulated_mesh import SimulatedMesh
 
 _KILLED = Fallen("it was killed", "")
 # A user's callback may still run in a thread; closing the world does not wait for it for ever.
@@ -68,7 +68,7 @@ class Network:
         self._faults = copy.deepcopy(faults)
         self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
         self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
-        self.members: Sequence[SimulatedBackend] = ()
+        self.members: Sequence[SimulatedMesh] = ()
         self._lock = runtime.Lock()
         self._left: set[int] = set()
         self._killed: dict[int, Fallen] = {}
@@ -83,7 +83,7 @@ class Network:
         self._timetable = Timetable(clock)
         self._telling: list[runtime.Thread] = []
 
-    def start(self, members: Sequence[SimulatedBackend]) -> None:
+    def start(self, members: Sequence[SimulatedMesh]) -> None:
         """Take the ranks; time begins for the fault plan."""
         self.members = members
         for rank, count in self._faults.kill_after_messages.items():

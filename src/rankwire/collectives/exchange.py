@@ -19,7 +19,7 @@ import numpy as np
 from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import DeadlineExceededError, MessageTooLargeError
+from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
 from rankwire.wire.frames import Buffer, Channel, Payload, whole_of
 from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
@@ -120,7 +120,9 @@ class Exchange(ABC):
         "_backend",
         "_group",
         "_looks",
+        "_mesh",
         "_next_look",
+        "_world",
         "deadline",
         "expected",
         "hosts",
@@ -135,6 +137,8 @@ class Exchange(ABC):
         self.rank = backend.rank
         self.size = backend.world_size
         self._backend = backend
+        self._mesh = backend.mesh
+        self._world = backend.world
         self._group = backend.group
         self.tag = 0
         self.shared: SharedSlots | None = None
@@ -185,8 +189,8 @@ class Exchange(ABC):
         limit = self.next_look() if nbytes <= _SMALL else self.deadline
         while True:
             try:
-                offer = self._backend.offer(
-                    dst,
+                offer = self._mesh.offer(
+                    self._world[dst],
                     (self._group, _CHANNEL, self.tag + step),
                     (buffers, nbytes),
                     limit,
@@ -206,7 +210,7 @@ class Exchange(ABC):
         patience = self.next_look()
         while True:
             try:
-                return self._backend.receive(src, envelope, patience, nbytes=nbytes)
+                return self._mesh.receive(self._world[src], envelope, patience, nbytes=nbytes)
             except DeadlineExceededError:
                 pass  # not the context of an error that the look may raise
             self._look_up(src)
@@ -227,10 +231,10 @@ class Exchange(ABC):
         nap = _FIRST_NAP
         while True:
             look = self.next_look()
-            patience = look.sooner(nap) if self._backend.has_posted() else look
+            patience = look.sooner(nap) if self._mesh.has_posted() else look
             if sleeps_until(patience):
                 return True
-            self._backend.read_others()
+            self._mesh.read_others()
             if look.expired or not patience.expired:
                 return False
             nap = min(2.0 * nap, LOOK_EVERY)
@@ -243,9 +247,13 @@ class Exchange(ABC):
             raise failure.copy()
 
     def _look_up(self, src: int) -> None:
-        self.look(src)
-        if self.deadline.expired:
-            raise self.too_late(src)
+        try:
+            self.look(src)
+            if self.deadline.expired:
+                raise self.too_late(src)
+        except RankwireError as error:
+            error.is_local = True  # unlike those of the mesh, which have world ranks
+            raise
         self._looks += 1
         self._next_look = self.deadline.sooner(_interval(self._looks, self.size))
 
@@ -256,7 +264,7 @@ class Exchange(ABC):
         """
         envelope = (self._group, _CHANNEL, self.tag + step)
         into = Destination(out.view(np.uint8).data)
-        expected = self._backend.expect(src, envelope, nbytes=out.nbytes, into=into)
+        expected = self._mesh.expect(self._world[src], envelope, nbytes=out.nbytes, into=into)
         self.expected.append(expected)
         expected.post()
         return Arriving(src, expected, out)

@@ -92,7 +92,7 @@ class FailureReports:
                     del self._others_tags[min(self._others_tags)]
                 return
         for tag in tags:
-            self.backend.refuse((self.backend.group, Channel.COLLECTIVE, tag))
+            self.backend.mesh.refuse((self.backend.group, Channel.COLLECTIVE, tag))
 
     def _tags_of(self, notice: Notice) -> set[int]:
         if notice.state in ("missing", "refused"):
@@ -121,6 +121,7 @@ class FailureReports:
                 if number == sequence or is_news:
                     src = self._ranks[notice.src]
                     error = error_of(notice, src, self.backend.rank, is_news=is_news)
+                    error.is_local = True
                     # A rank that refused its arguments does not know this one's tags.
                     told = self.failures.get(sequence)
                     error.is_reported = told is not None and told.state != "refused"

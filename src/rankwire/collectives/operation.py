@@ -90,7 +90,7 @@ class Operation(Exchange):
         tag = tag_of(self.description, self.sequence, self._epoch)
         self._tags.append(tag)
         self.tag = tag
-        operations.backend.opening_collective()
+        operations.backend.mesh.opening_collective()
         if operations.has_news:
             self._look_at_news()
         agreement = operations.agreement
@@ -163,6 +163,8 @@ class Operation(Exchange):
         """Notify the other ranks unless they know; return the error to raise. Safe to repeat."""
         operations, backend = self._operations, self._operations.backend
         self.revoke()
+        if isinstance(error, RankwireError):
+            error = backend.adopted(None, error)
         if isinstance(error, MessageWithdrawnError):
             error = self._why_revoked()
         elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
@@ -174,7 +176,7 @@ class Operation(Exchange):
         # A rank that knew of an earlier failure before this one did has sent under a later epoch.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *operations.tags_at(self._number)}:
-            backend.refuse((backend.group, Channel.COLLECTIVE, tag))
+            backend.mesh.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError) and self.has_begun:
             backend.explained(error, self.description, self.deadline)
         elif isinstance(error, RankwireError):

@@ -58,7 +58,7 @@ class SlotAgreement:
         hosts = Hosts(self._backend.hosts, x.rank)
         is_one = len(hosts.groups) == 1
         # On several hosts each leader asks the ranks of its host whether they can.
-        may_share = self._backend.shares_memory or not is_one
+        may_share = self._backend.mesh.shares_memory or not is_one
         if may_share and len(hosts.groups) < x.size:
             self._agree(x, hosts)
             if is_one:
@@ -88,7 +88,8 @@ def _offer_segment(
 
     Returns it and the slot size that all hosts can use, 0 if a host has no segment.
     """
-    segment = backend.new_segment(0, inside.size) if backend.shares_memory else None
+    segments = backend.mesh.segments
+    segment = None if segments is None else segments.make(0, inside.size)
     try:
         offer = b"" if segment is None else segment.offer
         for dst in inside.others:
@@ -122,11 +123,7 @@ def _open_segment(inside: Exchange, backend: Backend) -> tuple[SharedSegment | N
     if not offer:
         return None, 0
     maker = inside.in_group(0)
-    segment = (
-        backend.open_segment(maker, offer, inside.rank, inside.size)
-        if backend.shares_memory
-        else None
-    )
+    segment = backend.mesh.open_segment(backend.world[maker], offer, inside.rank, inside.size)
     vote = _NO if segment is None else _YES
     inside.send_buffers(0, _OPENED, (vote,), len(vote))
     verdict = whole_of(inside.receive(0, _VERDICT, _NUMBER_NBYTES))

@@ -182,6 +182,7 @@ def _bandwidth(backend: TcpBackend, peer: int, nbytes: int, *, is_sender: bool) 
 
 
 def _facts(backend: TcpBackend) -> Facts:
+    mesh = backend.mesh
     return Facts(
         rank=backend.rank,
         host=os.uname().nodename,
@@ -189,8 +190,8 @@ def _facts(backend: TcpBackend) -> Facts:
         net_namespace=namespace("net"),
         pid_namespace=namespace("pid"),
         cores=len(os.sched_getaffinity(0)),
-        spins=backend.spin > 0.0 and not backend.shares_cores,
-        why_nothing_shared=backend.why_nothing_shared(),
+        spins=mesh.spin > 0.0 and not mesh.shares_cores,
+        why_nothing_shared=mesh.why_nothing_shared(),
         max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         somaxconn=int(_read("/proc/sys/net/core/somaxconn") or 0),
         ptrace_scope=int(_read("/proc/sys/kernel/yama/ptrace_scope") or -1),

@@ -8,8 +8,6 @@ thread that reads it meanwhile is not disturbed again and again. Of a reply that
 whoever leaves the connection arms it again (``Inbox.on_unread``).
 
 Lock: ``_lock`` guards the poller and the incoming connections; nothing else is taken under it.
-
-Size: as for its class.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire import runtime
@@ -37,12 +36,14 @@ from rankwire.mesh.calls import (
     RepliesDue,
     Serving,
 )
+from rankwire.mesh.group_ranks import GroupRanks
 from rankwire.mesh.outgoing_calls import EXPIRED, OutgoingCalls
+from rankwire.override import override
 from rankwire.wire.frames import Channel, Envelope, Message, whole_of
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
-    from rankwire.backends.mesh import Mesh
+    from rankwire.mesh.mesh import Mesh
 
 _log = logging.getLogger("rankwire")
 
@@ -62,15 +63,14 @@ class MeshCallPort(CallPort):
 
     Attributes:
         serving: Returns the calls that are being served.
-
-    Size: it has a method for each of ``CallPort``'s.
     """
 
     def __init__(self, mesh: Mesh, service: int) -> None:
         self.service = service
         self.serving: Callable[[], list[Serving]] = list
-        self.presence = mesh.new_presence(service)
+        self.presence = mesh.presences.of(service)
         self._mesh = mesh
+        self._own_rank = mesh.rank
         self._lock = runtime.Lock()
         self._closed: ChannelClosedError | None = None
         self._ended: RankwireError | None = None
@@ -82,7 +82,7 @@ class MeshCallPort(CallPort):
             on_unread=self._arm,
         )
         self._own_events: deque[PortEvent] = deque()
-        self._incoming: dict[Connection, None] = {}
+        self._incoming: dict[Connection, int] = {}  # with the ranks that dialled them
         self._holding: dict[Connection, None] = {}  # these have something to be flushed
         # Replies that callers have not taken yet.
         self._sending: dict[tuple[Connection, int], SendHandle] = {}
@@ -126,7 +126,7 @@ class MeshCallPort(CallPort):
     def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
         """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
         if dst == self._mesh.rank:
-            self._own_events.append(CallCancelled(dst, request_id, expired))
+            self._own_events.append(CallCancelled(self._own_rank, request_id, expired))
             self.wake()
         elif not self._calls.cancel(dst, request_id, expired=expired):
             self.wake()  # whoever polls tries again
@@ -137,6 +137,10 @@ class MeshCallPort(CallPort):
 
     def calls_to(self, dst: int) -> list[int]:
         """Return the request ids of the calls to ``dst`` that are in flight."""
+        return self.calls_to_world_rank(dst)
+
+    def calls_to_world_rank(self, dst: int) -> list[int]:
+        """Do what ``calls_to`` does, for a rank of the world."""
         inbox = self._calls.inbox_of(dst)
         return [] if inbox is None else inbox.tags_wanted()
 
@@ -149,7 +153,7 @@ class MeshCallPort(CallPort):
         self.serving = serving
 
     def _serve_own(self, request_id: int, payload: bytearray) -> None:
-        self._own_events.append(IncomingCall(self._mesh.rank, request_id, payload, OWN))
+        self._own_events.append(IncomingCall(self._own_rank, request_id, payload, OWN))
         self.wake()
 
     # -- incoming ----------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ class MeshCallPort(CallPort):
         """Take a connection that another rank's agent dialled."""
         with self._lock:
             if self._closed is None:
-                self._incoming[connection] = None
+                self._incoming[connection] = self._rank_of(connection)
                 self._poller.register(connection.stream, connection)
                 return
         self._calls.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
@@ -194,11 +198,12 @@ class MeshCallPort(CallPort):
 
     def _read(self, connection: Connection) -> list[PortEvent]:
         """Read what a caller sends."""
+        src = self._incoming[connection]
         try:
             frames = connection.receive_ready()
         except RankwireError:
             self._drop(connection)
-            return [CallerGone(connection.peer, connection)]
+            return [CallerGone(src, connection)]
         events: list[PortEvent] = []
         while frames:
             (group, channel, tag), payload = frames.popleft()
@@ -210,10 +215,10 @@ class MeshCallPort(CallPort):
                         payload = whole_of(payload)
                     except RankwireError:
                         continue  # the caller gave up, or is gone: the next read says so
-                events.append(IncomingCall(connection.peer, tag, payload, connection))
+                events.append(IncomingCall(src, tag, payload, connection))
             elif channel == _CANCEL:
                 expired = type(payload) is bytearray and payload == EXPIRED
-                events.append(CallCancelled(connection.peer, tag, expired))
+                events.append(CallCancelled(src, tag, expired))
         return events
 
     def _read_replies(self, ready: object) -> list[PortEvent]:
@@ -225,6 +230,9 @@ class MeshCallPort(CallPort):
         if ready.in_flight and not ready.is_read:
             self._arm(ready)
         return [RepliesDue(ready.call_back_due)] if ready.due else []
+
+    def _rank_of(self, connection: Connection) -> int:
+        return connection.peer
 
     def _drop(self, connection: Connection) -> None:
         with self._lock:
@@ -394,7 +402,7 @@ class MeshCallPort(CallPort):
         self.presence.close()
         outgoing = self._calls.close(cause)
         # First of all: who dials from now on is told at the door.
-        self._mesh.forget_port(self)
+        self._mesh.ports.forget(self)
         patience = Deadline(_POLLER_PATIENCE, self._mesh.clock)
         while self._is_polled and not patience.expired:
             self._mesh.clock.sleep(0.0005)  # it was woken up, and leaves
@@ -405,3 +413,83 @@ class MeshCallPort(CallPort):
         for connection in incoming:
             self._calls.dismiss(connection, patience)
         self._calls.say_farewell(outgoing, cause, patience)
+
+
+class GroupCallPort(MeshCallPort):
+    """A port that numbers ranks as a group does."""
+
+    def __init__(self, mesh: Mesh, service: int, ranks: GroupRanks) -> None:
+        super().__init__(mesh, service)
+        self._ranks = ranks
+        self._own_rank = ranks.own
+
+    @override
+    def call(
+        self,
+        dst: int,
+        request_id: int,
+        message: Message,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None = None,
+        hold: bool = False,
+        limit: float = float("inf"),
+    ) -> Reply | None:
+        ranks = self._ranks
+        ranks.check_member(dst)
+        rank = ranks.world[dst]
+        try:
+            reply = super().call(rank, request_id, message, deadline, on_reply, hold, limit)
+        except RankwireError as error:
+            raise ranks.adopted(dst, error) from error.__cause__
+        if reply is not None:
+            reply.translate = partial(ranks.adopted, dst)
+        return reply
+
+    @override
+    def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
+        super().cancel(self._ranks.world[dst], request_id, expired=expired)
+
+    @override
+    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
+        try:
+            self._ranks.check_member(dst)
+            return super().wait_for_room(self._ranks.world[dst], limit, deadline)
+        except RankwireError as error:
+            raise self._ranks.adopted(dst, error) from error.__cause__
+
+    @override
+    def calls_to(self, dst: int) -> list[int]:
+        return super().calls_to(self._ranks.world[dst])
+
+    @override
+    def attend_to(self, dst: int, reply: Reply) -> None:
+        super().attend_to(self._ranks.world[dst], reply)
+
+    @override
+    def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
+        try:
+            self._ranks.check_member(None)
+            return super().poll(deadline)
+        except RankwireError as error:
+            raise self._ranks.adopted(self._own_rank, error) from error.__cause__
+
+    @override
+    def reply(
+        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
+    ) -> None:
+        try:
+            self._ranks.check_member(call.src)
+            super().reply(call, message, deadline, hold)
+        except RankwireError as error:
+            raise self._ranks.adopted(call.src, error) from error.__cause__
+
+    @override
+    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
+        world = self._ranks.world
+        super().tell_serving(lambda: [call._replace(src=world[call.src]) for call in serving()])
+
+    @override
+    def _rank_of(self, connection: Connection) -> int:
+        rank = self._ranks.find(connection.peer)
+        assert rank is not None  # only members know the service number
+        return rank

@@ -13,7 +13,7 @@ where the limit was short: that is somebody who looks whether something has come
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rankwire import runtime
@@ -27,8 +27,7 @@ from rankwire.wire.frames import WORLD_GROUP, Channel, whole_of
 from rankwire.wire.handshake import Purpose
 
 if TYPE_CHECKING:
-    from rankwire.backends.mesh import Mesh
-    from rankwire.mesh.transport import Transport
+    from rankwire.mesh.mesh import Mesh
     from rankwire.transports.byte_stream import ByteStream
     from rankwire.wire.seals import Seals
 
@@ -46,13 +45,15 @@ _MAX_TEXT = 1000  # characters
 _ANSWER = (WORLD_GROUP, int(Channel.CONTROL), 0)
 
 
-def explain_delay(ranks: Transport, error: DeadlineExceededError, clock: Clock) -> None:
-    """Add to an error what the ranks are doing that were waited for, if they say so soon."""
+def explain_delay(
+    ask: Callable[[int, Deadline], str | None], error: DeadlineExceededError, clock: Clock
+) -> None:
+    """Add to an error what the ranks are doing that were waited for, if they answer soon."""
     if error.limit < _WORTH_ASKING:
         return
     deadline = Deadline(_PATIENCE, clock)
     for rank in error.waiting_for[:_MOST_ASKED]:
-        said = ranks.doing_of(rank, deadline)
+        said = ask(rank, deadline)
         if said is not None:
             error.explain(f"rank {rank} {f'says: {said}' if said else _SILENT}")
 
@@ -71,10 +72,12 @@ def explain_silence(silent: Mapping[int, float], error: DeadlineExceededError) -
         error.explain(f"rank {rank} has not been heard for {silent[rank]:.1f} s")
 
 
-def explain_unreceived(ranks: Transport, error: DeadlineExceededError) -> None:
-    """Add to an error of a receive what has come instead, and lies here."""
+def explain_unreceived(
+    count_unreceived: Callable[[int], dict[int, int]], error: DeadlineExceededError
+) -> None:
+    """Add to the error of a receive which other messages have arrived."""
     for rank in error.waiting_for[:_MOST_ASKED]:
-        tags = ranks.unreceived(rank, ranks.group)
+        tags = count_unreceived(rank)
         if tags:
             listed = ", ".join(f"{tags[tag]} with tag {tag}" for tag in sorted(tags)[:_MOST_TAGS])
             more = ", ..." if len(tags) > _MOST_TAGS else ""
@@ -122,7 +125,7 @@ def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:
         What it says; empty if it does not answer in time. None if there is nobody to ask, or
         nothing to say.
     """
-    peer = mesh.peer(rank)
+    peer = mesh.peers[rank]
     if peer.failure is not None:
         return None
     try:

@@ -25,13 +25,14 @@ from rankwire.errors import (
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.links.reply import Reply
+from rankwire.mesh.peers import dial_alone
 from rankwire.wire.frames import Channel, Message
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
-    from rankwire.backends.mesh import Mesh
+    from rankwire.mesh.mesh import Mesh
 
 _FAREWELL_PATIENCE = 0.2
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
@@ -205,38 +206,26 @@ class OutgoingCalls:
     def _dial(self, dst: int, deadline: Deadline) -> Inbox:
         with self._lock:
             dial_lock = self._dial_locks.setdefault(dst, runtime.Lock())
-        grip: list[bool] = []
-        try:
-            if not deadline.take(dial_lock, grip):
-                raise DeadlineExceededError(
-                    deadline.limit,
-                    waiting_for=[dst],
-                    detail="another thread is still connecting to it",
-                )
-            inbox = self._inboxes.get(dst)
-            if inbox is not None:
-                assert inbox.connection is not None
-                if inbox.connection.failure is None:
-                    return inbox
-                self._discard(dst, inbox)
-            if self.closed is not None:
-                raise self.closed.copy()
-            connection = self._mesh.dial(
-                self._mesh.peer(dst),
-                Purpose.CALLS,
-                self._service,
-                deadline,
-                partial(self._keep, dst),
-            )
-            inbox = self._inboxes.get(dst)
-            if inbox is not None:
+        return dial_alone(dial_lock, dst, deadline, partial(self._dial_alone, dst, deadline))
+
+    def _dial_alone(self, dst: int, deadline: Deadline) -> Inbox:
+        inbox = self._inboxes.get(dst)
+        if inbox is not None:
+            assert inbox.connection is not None
+            if inbox.connection.failure is None:
                 return inbox
-            self.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
-            assert self.closed is not None
+            self._discard(dst, inbox)
+        if self.closed is not None:
             raise self.closed.copy()
-        finally:
-            if grip[-1:] == [True]:
-                dial_lock.release()
+        peer = self._mesh.peers[dst]
+        keep = partial(self._keep, dst)
+        connection = self._mesh.dial(peer, Purpose.CALLS, self._service, deadline, keep)
+        inbox = self._inboxes.get(dst)
+        if inbox is not None:
+            return inbox
+        self.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
+        assert self.closed is not None
+        raise self.closed.copy()
 
     def _keep(self, dst: int, connection: Connection) -> None:
         """Call on this connection from now on, unless this port is closed. Idempotent."""

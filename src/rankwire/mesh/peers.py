@@ -16,11 +16,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import TypeVar
 
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
+from rankwire.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    RankwireError,
+)
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
 from rankwire.mesh.lookout import Lookout
@@ -43,6 +49,26 @@ _log = logging.getLogger("rankwire")
 # One for messages and one for each agent that calls this rank; a rank that was taken over might
 # open them without end.
 MAX_CONNECTIONS_OF_A_RANK = 128
+
+
+T = TypeVar("T")
+
+
+def dial_alone(lock: runtime.Lock, rank: int, deadline: Deadline, dial: Callable[[], T]) -> T:
+    """Call ``dial`` while holding a dial lock, and return its result.
+
+    Raises:
+        DeadlineExceededError: Another thread holds the lock until the deadline.
+    """
+    grip: list[bool] = []
+    try:
+        if not deadline.take(lock, grip):
+            detail = "another thread is still connecting to it"
+            raise DeadlineExceededError(deadline.limit, waiting_for=[rank], detail=detail)
+        return dial()
+    finally:
+        if grip[-1:] == [True]:
+            lock.release()
 
 
 @dataclass(eq=False, repr=False)

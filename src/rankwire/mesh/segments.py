@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError
+from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.shared_segment import SharedSegment
 
 _log = logging.getLogger("rankwire")
@@ -29,42 +30,49 @@ class Segments:
     Args:
         nbytes: For each group; 0 if nothing is to be shared.
         clock: By which ranks wait in them.
+        why_not: Why this rank shares no memory, if it must not.
+
+    Attributes:
+        spin: Seconds that a rank polls shared memory before it sleeps; 0 yields between two looks.
     """
 
-    def __init__(self, nbytes: int, clock: Clock) -> None:
+    spin = 0.0
+
+    def __init__(self, nbytes: int, clock: Clock, why_not: str = "") -> None:
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise ConfigurationError(f"segment_nbytes is a number of bytes, not {nbytes!r}")
-        self._nbytes = nbytes
+        self._why_not = why_not or ("" if nbytes else "it is turned off by segment_nbytes=0")
+        self._nbytes = 0 if why_not else nbytes
         self._clock = clock
         self._lock = runtime.Lock()
         self._segments: WeakKeyDictionary[SharedSegment, None] = WeakKeyDictionary()
 
     def why_not(self) -> str:
         """Try to make one; return why that cannot be, or nothing."""
-        if not self._nbytes:
-            return "it is turned off by segment_nbytes=0"
+        if not CAN_SHARE:
+            return "memory is shared on Linux and x86-64 only"
+        if self._why_not:
+            return self._why_not
         try:
             SharedSegment.make(self._nbytes, 0, 2, spin=0.0, clock=self._clock).keep_private()
         except OSError as error:
             return str(error)
         return ""
 
-    def make(self, rank: int, size: int, spin: float) -> SharedSegment | None:
+    def make(self, rank: int, size: int) -> SharedSegment | None:
         """Make one for a group; None if that cannot be, or is not wanted."""
         if not self._nbytes:
             return None
         return self._kept(
-            lambda: SharedSegment.make(self._nbytes, rank, size, spin=spin, clock=self._clock)
+            lambda: SharedSegment.make(self._nbytes, rank, size, spin=self.spin, clock=self._clock)
         )
 
-    def open(
-        self, pid: int, offer: bytes, rank: int, size: int, spin: float
-    ) -> SharedSegment | None:
+    def open(self, pid: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
         """Open one that a process of this host has made; None if that cannot be."""
         if not self._nbytes or not pid:
             return None
         return self._kept(
-            lambda: SharedSegment.open(pid, offer, rank, size, spin=spin, clock=self._clock)
+            lambda: SharedSegment.open(pid, offer, rank, size, spin=self.spin, clock=self._clock)
         )
 
     def _kept(self, take: Callable[[], SharedSegment]) -> SharedSegment | None:

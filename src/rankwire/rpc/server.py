@@ -281,7 +281,7 @@ class Server:
             if not any(job is not own for job in list(self.active.values())) and is_quiet():
                 return
             self.clock.sleep(min(0.002, deadline.sleep_limit()))
-            self._backend.read_others()
+            self._backend.mesh.read_others()
 
     def end(self, patience: float | None) -> None:
         """Cancel running calls and stop the event loop."""

@@ -62,7 +62,7 @@ class StopSignal:
                     return False
                 patience = min(_CHECK_EVERY, deadline.sleep_limit())
                 self._backend.clock.wait(self._told, patience)
-                self._backend.read_others()
+                self._backend.mesh.read_others()
             return True
 
     def _is_over(self, watched: int | None) -> bool:

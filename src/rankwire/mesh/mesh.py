@@ -1,14 +1,11 @@
-"""Mesh: what a rank does with its peers, whatever connects them.
+"""Mesh: all connections of a rank to its peers.
 
-Any two ranks talk directly. Whoever sends or calls first dials, in its own thread: one connection
-for messages (one way) and one for each agent's calls (requests out, replies back). Peers, inboxes,
-call ports and the way a rank ends are here; how a stream to a peer is opened, and who tells that a
-rank is gone, is the business of the backends built on this (``tcp``, ``simulated``).
+Any two ranks talk directly. The rank that sends or calls first dials, in the calling thread: one
+connection for messages (one way) and one for each agent's calls (requests out, replies back).
+Subclasses open streams and learn which ranks are gone (``tcp_mesh``, ``simulated_mesh``).
 
 Locks, in order: ``_close_lock``, a peer's ``dial_lock``, then those inside ports, peers, inboxes
 and connections. ``docs/thread-model.md`` has the whole table.
-
-Size: as for its class.
 """
 
 from __future__ import annotations
@@ -20,33 +17,35 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwire import runtime
-from rankwire.backends.base import Backend
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.environment import report_unknown
 from rankwire.errors import (
     ChannelClosedError,
-    DeadlineExceededError,
     PeerLostError,
     RankwireError,
 )
+from rankwire.fork import guard, invalidate
 from rankwire.links.connection import Connection
 from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
 from rankwire.links.receive_handle import PeerReceive, ReceiveHandle
 from rankwire.links.send_handle import SendHandle, offer, post
-from rankwire.mesh.call_port import MeshCallPort
+from rankwire.mesh.call_port import GroupCallPort, MeshCallPort
 from rankwire.mesh.calls import Serving
+from rankwire.mesh.group_ranks import GroupRanks
 from rankwire.mesh.inquiries import answer, describe, inquire
 from rankwire.mesh.lookout import Link, Lookout
-from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
+from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer, dial_alone
 from rankwire.mesh.ports import Ports
-from rankwire.mesh.presence import Presence, Presences
-from rankwire.mesh.transport import NEW_GROUP
+from rankwire.mesh.presence import Presences
+from rankwire.mesh.transport import NEW_GROUP, Transport
 from rankwire.observe.blame import Losses, describe_failure
 from rankwire.observe.stacks import methods_entered, places
 from rankwire.observe.status import PeerStatus
+from rankwire.override import override
 from rankwire.transports.poller import Poller, PollWaiter, Waiter
+from rankwire.transports.shared_segment import SharedSegment
 from rankwire.transports.spin import Spin
 from rankwire.wire.control_messages import AgentSays, Fallen
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
@@ -58,30 +57,30 @@ if TYPE_CHECKING:
     from rankwire.transports.byte_stream import ByteStream
 
 _FAREWELL_PATIENCE = 0.2
-_LOOK_EVERY = 0.05  # of a thread that waits where it sees no message
-_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # what a thread that waits is in
+_LOOK_EVERY = 0.05  # seconds between two reads of a thread that waits for an event
+_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # a thread that waits is in one of these
 
 
-class Mesh(Backend):
+class Mesh(Transport):
     """A rank that is connected to its peers by streams.
-
-    Size: it has all of ``Transport``, and names in one place what its backends differ in.
 
     Args:
         rank: This rank.
         world_size: The number of ranks.
-        timeout: Seconds for every operation without its own timeout; None is
-            ``RANKWIRE_TIMEOUT``, or else 60.
+        timeout: As for ``Transport``, like the next ones.
         max_message_nbytes: Largest message sent or accepted.
+        clock: The clock of the world.
         peers: The other ranks, by rank; may be filled later.
-        clock: By which everything in its world waits.
         single_copy: Whether memory of ranks on this host may be read.
 
     Attributes:
-        lookout: What a thread of this rank reads that has waited for a while.
+        peers: The other ranks, by rank. A restarted rank is another peer.
+        ports: The call ports of this rank.
+        presences: What agents of this rank tell the others.
+        lookout: Reads all connections, for a thread that has waited for a while.
     """
 
-    spin = 0.0  # seconds that a waiting thread looks before it sleeps
+    spin = 0.0  # seconds that a waiting thread polls before it sleeps
     shares_cores = False  # whether there are more ranks on this host than cores
 
     def __init__(
@@ -91,8 +90,8 @@ class Mesh(Backend):
         *,
         timeout: float | None,
         max_message_nbytes: int,
-        peers: dict[int, Peer],
         clock: Clock,
+        peers: dict[int, Peer],
         single_copy: bool = True,
     ) -> None:
         super().__init__(
@@ -102,13 +101,14 @@ class Mesh(Backend):
             report_unknown()
         self._single_copy = single_copy
         self._close_lock = runtime.RLock()  # a callback of closing may close
-        self._ports = Ports()
-        self._presences = Presences(self.tell_agent, self._await_event)
-        self._peers = peers
+        self.ports = Ports()
+        self.presences = Presences(self.tell_agent, self._await_event)
+        self.peers = peers
         self._losses = Losses()
-        self._asking: dict[object, int] = {}  # whom threads ask why they waited in vain
+        self._asking: dict[object, int] = {}  # the ranks that threads ask why they waited in vain
         self.lookout = Lookout(self.clock)
         self._looking: Spin | None = None  # of receives from any rank
+        guard(self, invalidate)
 
     # -- what differs ----------------------------------------------------------------------------
 
@@ -152,12 +152,13 @@ class Mesh(Backend):
 
     # -- messages --------------------------------------------------------------------------------
 
+    @override
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
-        """Send one message under an envelope. The buffers are free again on return."""
-        peer = self._peers[dst]
+        peer = self.peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
         connection.send(envelope, message, deadline, meanwhile=self.lookout)
 
+    @override
     def offer(
         self,
         dst: int,
@@ -167,8 +168,7 @@ class Mesh(Backend):
         *,
         check: Callable[[], None] | None = None,
     ) -> SendHandle | None:
-        """Send one message, but do not wait for a peer that reads it out of this rank's memory."""
-        peer = self._peers[dst]
+        peer = self.peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
         return offer(
             connection,
@@ -179,38 +179,38 @@ class Mesh(Backend):
             while_sending=None if check is None else self.lookout.checking(check),
         )
 
+    @override
     def begin(
         self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
     ) -> SendHandle | None:
-        """Send one message without waiting for the peer to take it."""
-        peer = self._peers[dst]
+        peer = self.peers[dst]
         connection = peer.messages or self._dial_messages(peer, deadline)
         return post(connection, envelope, message, self.lookout)
 
+    @override
     def receive(
         self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
     ) -> Payload:
-        """Return the next message under an envelope; the caller owns it."""
-        return self._peers[src].inbox.take(Receive(envelope, nbytes=nbytes), deadline)
+        return self.peers[src].inbox.take(Receive(envelope, nbytes=nbytes), deadline)
 
+    @override
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> ReceiveHandle:
-        """Return the next message under an envelope before it has come."""
-        return PeerReceive(self._peers[src].inbox, envelope, nbytes, into)
+        return PeerReceive(self.peers[src].inbox, envelope, nbytes, into)
 
+    @override
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
     ) -> ReceiveHandle:
-        """Return the next message under an envelope from one of several ranks."""
-        inboxes = [self._peers[src].inbox for src in sources]
+        inboxes = [self.peers[src].inbox for src in sources]
         return FirstReceive(
             inboxes, envelope, nbytes, self.new_waiter, self._successor_of, self.lookout
         )
 
     def _successor_of(self, inbox: Inbox) -> Inbox:
         """Return the inbox of the rank that another one was of: the same unless it is back."""
-        return self._peers[inbox.peer].inbox
+        return self.peers[inbox.peer].inbox
 
     def new_waiter(self) -> Waiter:
         """Return what a thread sleeps by that waits for several streams."""
@@ -222,21 +222,16 @@ class Mesh(Backend):
         """Return how a thread looks before it sleeps."""
         return Spin(self.spin, self.clock, yields=self.shares_cores)
 
-    @property
-    def spin_in_segments(self) -> float:
-        """How long a rank looks into shared memory before it sleeps; 0 yields between two looks."""
-        return 0.0 if self.shares_cores else self.spin
-
+    @override
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        """Whether a message lies here, read and not taken."""
-        return self._peers[src].inbox.has_arrived(envelope)
+        return self.peers[src].inbox.has_arrived(envelope)
 
+    @override
     def has_posted(self) -> bool:
-        """Whether this rank has posted receives that are not done."""
         return self.lookout.has_posted()
 
+    @override
     def read_others(self) -> None:
-        """Read what ranks have sent, without waiting, so that what was posted moves on."""
         self.lookout.read()
 
     def _await_event(self, event: runtime.Event) -> None:
@@ -244,39 +239,31 @@ class Mesh(Backend):
         while not self.clock.wait(event, _LOOK_EVERY):
             self.read_others()
 
+    @override
     def abandon(self, group: int, cause: RankwireError) -> None:
-        """End all receives of one group on this rank, because it has left the group."""
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             peer.inbox.abandon(group, cause)
 
+    @override
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the messages of an envelope's family, now and when they come."""
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             peer.inbox.refuse(envelope)
 
     def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
-        grip: list[bool] = []
-        try:
-            if not deadline.take(peer.dial_lock, grip):
-                raise DeadlineExceededError(
-                    deadline.limit,
-                    waiting_for=[peer.member.rank],
-                    detail="another thread is still connecting to it",
-                )
+        def dial() -> Connection:
             if peer.messages is not None:
                 return peer.messages
             return self.dial(peer, Purpose.MESSAGES, 0, deadline, peer.send_on)
-        finally:
-            if grip[-1:] == [True]:
-                peer.dial_lock.release()
+
+        return dial_alone(peer.dial_lock, peer.member.rank, deadline, dial)
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def open_calls(self, service: int) -> MeshCallPort:
-        """Return the port by which an agent calls and is called."""
-        port = self.new_port(service)
+    @override
+    def open_calls(self, service: int, ranks: GroupRanks | None = None) -> MeshCallPort:
+        port = self.new_port(service, ranks)
         try:
-            waiting = self._ports.open(port)
+            waiting = self.ports.open(port)
         except RankwireError:
             port.close()
             raise
@@ -284,27 +271,17 @@ class Mesh(Backend):
             port.adopt(connection)
         return port
 
-    def new_port(self, service: int) -> MeshCallPort:
-        """Return a port that nobody knows yet."""
-        return MeshCallPort(self, service)
-
-    def new_presence(self, service: int) -> Presence:
-        """Return how an agent tells the others of its name what it does."""
-        return self._presences.of(service)
+    def new_port(self, service: int, ranks: GroupRanks | None) -> MeshCallPort:
+        """Return a port that is not open yet."""
+        if ranks is None:
+            return MeshCallPort(self, service)
+        return GroupCallPort(self, service, ranks)
 
     def on_agent_answer(self, number: int) -> None:
-        """Hear the answer to what an agent of this rank has said."""
-        self._presences.answered(number)
-
-    def forget_port(self, port: MeshCallPort) -> None:
-        """Let go of a port that is closed."""
-        self._ports.forget(port)
+        """Pass the answer to an agent of this rank on."""
+        self.presences.answered(number)
 
     # -- connections -----------------------------------------------------------------------------
-
-    def peer(self, rank: int) -> Peer:
-        """Return who is another rank now; a process that is started anew is another peer."""
-        return self._peers[rank]
 
     def dial(
         self,
@@ -355,22 +332,29 @@ class Mesh(Backend):
                 self.release(connection)
             raise
 
-    def link_to(self, rank: int, timeout: float | None = None) -> Link:
+    def link_to(self, rank: int, deadline: Deadline) -> Link:
         """Return how messages to a rank travel; connects if that has not happened yet."""
-        deadline = Deadline.of(timeout, self.timeout, self.clock)
-        try:
-            peer = self._peers[self._check_peer(rank)]
-            connection = peer.messages or self._dial_messages(peer, deadline)
-        except RankwireError as error:
-            raise self.explained(error, "link_to", deadline, rank) from error.__cause__
+        peer = self.peers[rank]
+        connection = peer.messages or self._dial_messages(peer, deadline)
         can_lend, is_local = bool(connection.can_lend), connection.transport == "unix"
         shares = is_local and not self.why_nothing_shared()
         incarnation = peer.member.incarnation
         return Link(connection.transport, can_lend, connection.why_not_lend, shares, incarnation)
 
     def why_nothing_shared(self) -> str:
-        """Return why collectives do not meet in shared memory; empty if they can, from here."""
-        return "ranks of this kind share nothing"
+        """Return why collectives do not use shared memory; empty if they can, from here."""
+        if self.segments is None:
+            return "ranks of this kind share nothing"
+        return self.segments.why_not()
+
+    @override
+    def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
+        connection = self.peers[src].inbox.connection
+        if self.segments is None or connection is None:
+            return None
+        with suppress(OSError):  # closed meanwhile
+            return self.segments.open(connection.stream.peer_pid(), offer, rank, size)
+        return None
 
     def _wrap(
         self,
@@ -397,15 +381,15 @@ class Mesh(Backend):
     def release(self, connection: Connection) -> None:
         """Close a connection, if that has not happened yet, and forget it."""
         connection.close()
-        self._peers[connection.peer].remove(connection)
+        self.peers[connection.peer].remove(connection)
 
     # -- connections that peers open ---------------------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer that opens a connection."""
-        if self._closed:
+        if self.closed:
             return Status.CLOSED, 0
-        peer = self._peers.get(hello.rank)
+        peer = self.peers.get(hello.rank)
         is_of_a_rank = hello.purpose in BETWEEN_RANKS
         if peer is None or hello.peer != self.rank or not is_of_a_rank:
             return Status.INVALID_RANK, self.world_size
@@ -415,7 +399,7 @@ class Mesh(Backend):
                 return Status.DUPLICATE_RANK, peer.member.pid
         if peer.has_too_many_connections():
             return Status.TOO_MANY_CONNECTIONS, MAX_CONNECTIONS_OF_A_RANK
-        if hello.purpose is Purpose.CALLS and self._ports.is_closed(hello.service):
+        if hello.purpose is Purpose.CALLS and self.ports.is_closed(hello.service):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
@@ -426,7 +410,7 @@ class Mesh(Backend):
             text = describe(self.places(), self._serving(), waits)
             answer(self, hello.rank, stream, seals, text)
             return
-        peer = self._peers[hello.rank]
+        peer = self.peers[hello.rank]
         connection = self._wrap(peer, stream, seals, incoming=True)
         peer.add(connection, incoming=True)
         with suppress(RankwireError):  # the connection has failed, then
@@ -440,7 +424,7 @@ class Mesh(Backend):
             else:
                 self.release(connection)
             return
-        port, surplus = self._ports.find(hello.service, connection)
+        port, surplus = self.ports.find(hello.service, connection)
         if port is not None:
             port.adopt(connection)
         elif surplus is not None:
@@ -450,17 +434,17 @@ class Mesh(Backend):
 
     # -- the other ranks ---------------------------------------------------------------------------
 
+    @override
     def failure_of(self, rank: int) -> RankwireError | None:
-        """Return why a peer is gone, or None."""
-        return self._peers[self._check_peer(rank)].failure
+        return self.peers[rank].failure
 
+    @override
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that are lost."""
-        return self._events.lost_ranks
+        return self.events.lost_ranks
 
+    @override
     def incarnation_of(self, rank: int) -> int:
-        """Return how many times the process of a rank was started anew alone."""
-        return self._peers[rank].member.incarnation if rank != self.rank else self.incarnation
+        return self.peers[rank].member.incarnation if rank != self.rank else self.incarnation
 
     def _replace(self, peer: Peer) -> None:
         """Put a process that was started anew in the place of the one before it.
@@ -469,30 +453,28 @@ class Mesh(Backend):
         has connections, an inbox and a failure of its own.
         """
         rank, incarnation = peer.member.rank, peer.member.incarnation
-        old, self._peers[rank] = self._peers[rank], peer
-        if self._closed:  # which is noted first: either this is seen here, or the new peer there
+        old, self.peers[rank] = self.peers[rank], peer
+        if self.closed:  # which is noted first: either this is seen here, or the new peer there
             peer.mark(ChannelClosedError("this backend is closed"))
         old.retire()
         self._losses.forget(rank)
-        self.agreement.forget(rank)
         self.broken = PeerLostError(
             rank,
             f"its process was started anew (incarnation {incarnation}); {NEW_GROUP}",
             root=rank,
         )
         self.joins += 1
-        self._events.joined(rank, incarnation)
+        self.events.joined(rank, incarnation)
 
+    @override
     def status_of(self, rank: int) -> PeerStatus:
-        """Return what is known about a peer."""
-        rank = self._check_peer(rank)
-        calls = sum(len(port.calls_to(rank)) for port in self._ports.all())
+        calls = sum(len(port.calls_to_world_rank(rank)) for port in self.ports.all())
         calls_of = [call for call in self._serving() if call.src == rank]
         serving = tuple(call.name for call in calls_of if not call.workers)
-        return replace(self._peers[rank].status(), in_flight=calls, serving=serving)
+        return replace(self.peers[rank].status(), in_flight=calls, serving=serving)
 
+    @override
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
-        """Ask a rank what it is doing."""
         if rank == self.rank:
             return None
         visit = object()
@@ -511,17 +493,22 @@ class Mesh(Backend):
         asking = list(self._asking.values())
         return [
             rank
-            for rank, peer in list(self._peers.items())
+            for rank, peer in list(self.peers.items())
             if rank in asking or any(each is peer.inbox for each in inboxes)
         ]
 
+    @override
     def unreceived(self, src: int, group: int) -> dict[int, int]:
-        """Return how many messages of a rank lie here, read and not received, by tag."""
-        arrived = self._peers[src].inbox.unreceived()
+        arrived = self.peers[src].inbox.unreceived()
         message = int(Channel.MESSAGE)
         return {
             tag: n for (g, channel, tag), n in arrived.items() if (g, channel) == (group, message)
         }
+
+    def waiting_on(self) -> list[int]:
+        """Return the ranks that this rank expects messages or replies from."""
+        found = (self.status_of(rank) for rank in list(self.peers))
+        return [peer.rank for peer in found if peer.waiting_for or peer.in_flight]
 
     def places(self) -> list[str]:
         """Return where the threads of this rank are in the user's program."""
@@ -529,18 +516,18 @@ class Mesh(Backend):
 
     def _serving(self) -> list[Serving]:
         """Return the calls that this rank serves."""
-        return [call for port in self._ports.all() for call in port.serving()]
+        return [call for port in self.ports.all() for call in port.serving()]
 
     # -- leaving ---------------------------------------------------------------------------------
 
+    @override
     def close(self, *, error: BaseException | None = None) -> None:
-        """Leave: threads that wait get ``ChannelClosedError``, agents are ended too."""
         with self._close_lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
-            self._presences.end()
-            ports, waiting = self._ports.end()
+            self.closed = True
+            self.presences.end()
+            ports, waiting = self.ports.end()
             cause = ChannelClosedError("this backend is closed")
             for port in ports:
                 port.shut_down(cause)
@@ -549,15 +536,13 @@ class Mesh(Backend):
             if fallen is None:
                 self.tell_leaving()
             else:  # first of all, before anyone sees a connection end
-                for peer in list(self._peers.values()):
+                for peer in list(self.peers.values()):
                     peer.mark(cause)
                 self.tell_fall(fallen)
-            for peer in list(self._peers.values()):
+            for peer in list(self.peers.values()):
                 peer.close(cause, patience, orderly=fallen is None)
             for connection in waiting:
                 connection.close()
             for port in ports:  # whether or not its agent is still there to do it
                 port.close()
-            if self.operations is not None:
-                self.operations.release()
             self.depart()

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from rankwire.backends.events import PeerEvents
 from rankwire.errors import PeerLostError
+from rankwire.mesh.events import PeerEvents
 from worlds import eventually
 
 

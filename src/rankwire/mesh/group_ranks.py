@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rankwire.errors import DeadlineExceededError, RankwireError
+
+E = TypeVar("E", bound=RankwireError)
 
 
 class GroupRanks:
@@ -13,26 +16,36 @@ class GroupRanks:
     Args:
         world: The world ranks of the members.
         own: The rank of this process in the group.
+        check: Raises if the group is closed, or if a rank of the group was restarted since.
+
+    Attributes:
+        world: The same.
+        own: The same.
+        check_member: The same as ``check``.
     """
 
-    def __init__(self, world: Sequence[int], own: int) -> None:
+    def __init__(self, world: Sequence[int], own: int, check: Callable[[int | None], None]) -> None:
         self.world = list(world)
-        self._own = own
+        self.own = own
+        self.check_member = check
         self._rank_of = {rank: index for index, rank in enumerate(self.world)}
 
     def find(self, world_rank: int | None) -> int | None:
         """Return the rank in the group of a world rank; None if it is not a member."""
         return None if world_rank is None else self._rank_of.get(world_rank)
 
-    def adopt(self, peer: int | None, error: RankwireError) -> None:
-        """Replace the world ranks in an error by ranks of the group, and add a note.
+    def adopted(self, peer: int | None, error: E) -> E:
+        """Replace the world ranks in an error by ranks of the group, once, and add a note.
 
         Args:
             peer: The rank of the group that the error is about, if it is about one.
-            error: With world ranks.
+            error: The error, which is returned.
         """
-        if error.rank == self.world[self._own]:
-            error.rank = self._own
+        if error.is_local:
+            return error
+        error.is_local = True
+        if error.rank == self.world[self.own]:
+            error.rank = self.own
         if error.peer is not None:
             error.peer = self._rank_of.get(error.peer, error.peer)
         if isinstance(error, DeadlineExceededError):
@@ -41,6 +54,7 @@ class GroupRanks:
         about = error.peer if peer is None else peer
         if about is not None:
             self.note(error, [about])
+        return error
 
     def note(self, error: RankwireError, ranks: Iterable[int]) -> None:
         """Add to an error which world ranks some ranks of the group are, once."""

@@ -1,0 +1,359 @@
+"""The mesh of a simulated rank: streams in memory instead of sockets.
+
+Each rank is an object, usually used by a thread of its own. Dialling is a call of a function, and
+the network knows at once which ranks are gone. Faults of streams and ranks are in
+``simulated_network``, fault plans in ``faults``. This module knows what a rank does when it leaves,
+dies or loses a peer. A peer is made when it is first needed, so that a world of a thousand ranks
+costs only what it uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from rankwire import runtime
+from rankwire.backends.simulated_network import Network
+from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    MessageTooLargeError,
+    PeerLostError,
+    RankwireError,
+)
+from rankwire.links.connection import Connection
+from rankwire.links.receive_handle import ReceiveHandle
+from rankwire.links.reply import Reply
+from rankwire.links.send_handle import SendHandle
+from rankwire.mesh.call_port import MeshCallPort
+from rankwire.mesh.group_ranks import GroupRanks
+from rankwire.mesh.mesh import Mesh
+from rankwire.mesh.peers import Peer
+from rankwire.mesh.roll_client import RollClient
+from rankwire.observe.stacks import places
+from rankwire.override import override
+from rankwire.transports.memory_stream import MemoryPoller, MemoryStream, MemoryWaiter
+from rankwire.wire.control_messages import AgentSays, Fallen, Member
+from rankwire.wire.frames import (
+    Channel,
+    Envelope,
+    Message,
+    Payload,
+)
+from rankwire.wire.handshake import Hello, Purpose, Status, refusal
+from rankwire.wire.receive import Destination, Receive
+
+_log = logging.getLogger("rankwire")
+
+_PID = runtime.getpid()
+
+
+class _Peers(dict[int, Peer]):
+    """Peers by rank, each made when it is first asked for."""
+
+    def __init__(self, meet: Callable[[int], Peer]) -> None:
+        super().__init__()
+        self._meet = meet
+
+    def __missing__(self, rank: int) -> Peer:
+        return self._meet(rank)
+
+
+class SimulatedMesh(Mesh):
+    """One rank of a world in this process.
+
+    Args:
+        rank: This rank.
+        network: Shared by all ranks of the world.
+        timeout: Seconds for operations without a timeout of their own.
+        max_message_nbytes: Largest message sent or accepted.
+    """
+
+    def __init__(
+        self, rank: int, network: Network, *, timeout: float | None, max_message_nbytes: int
+    ) -> None:
+        super().__init__(
+            rank,
+            network.world_size,
+            timeout=timeout,
+            max_message_nbytes=max_message_nbytes,
+            peers=_Peers(self.meet),
+            clock=network.clock,
+            single_copy=False,
+        )
+        self.network = network
+        self.roll = RollClient(partial(network.report, rank))
+        self._meeting = runtime.Lock()  # guards the making of peers
+        self._gone: RankwireError | None = None  # why this rank can do nothing more
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    @override
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
+        self._check_sending(envelope, message)
+        super().transmit(dst, envelope, message, deadline)
+
+    @override
+    def offer(
+        self,
+        dst: int,
+        envelope: Envelope,
+        message: Message,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> SendHandle | None:
+        self._check_sending(envelope, message)
+        return super().offer(dst, envelope, message, deadline, check=check)
+
+    @override
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> SendHandle | None:
+        self._check_sending(envelope, message)
+        return super().begin(dst, envelope, message, deadline)
+
+    @override
+    def receive(
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
+    ) -> Payload:
+        self._check_alive()
+        return super().receive(src, envelope, deadline, nbytes=nbytes)
+
+    @override
+    def expect(
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
+    ) -> ReceiveHandle:
+        self._check_alive()
+        return super().expect(src, envelope, nbytes=nbytes, into=into)
+
+    @override
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ReceiveHandle:
+        self._check_alive()
+        return super().expect_any(sources, envelope, nbytes=nbytes)
+
+    @override
+    def open_calls(self, service: int, ranks: GroupRanks | None = None) -> MeshCallPort:
+        self._check_alive()
+        return super().open_calls(service, ranks)
+
+    @override
+    def new_port(self, service: int, ranks: GroupRanks | None) -> MeshCallPort:
+        port = super().new_port(service, ranks)
+        if self.network.fails(self.rank, "call"):
+            fail_calls(port, partial(self.network.begin, self.rank, "call"))
+        return port
+
+    @override
+    def opening_collective(self) -> None:
+        self.network.begin(self.rank, "collective")
+
+    def _check_sending(self, envelope: Envelope, message: Message) -> None:
+        self._check_alive()
+        if envelope[1] == Channel.MESSAGE:
+            self.network.begin(self.rank, "message")
+        if message[1] > self.max_message_nbytes:
+            raise MessageTooLargeError(message[1], self.max_message_nbytes)
+
+    def _check_alive(self) -> None:
+        if self._gone is not None:
+            raise self._gone.copy()
+
+    # -- connections -------------------------------------------------------------------------------
+
+    @override
+    def open_stream(
+        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
+    ) -> tuple[MemoryStream, None]:
+        # The other rank takes its end in this thread.
+        rank = peer.member.rank
+        self.hear_of(rank)
+        peer.check()
+        hello = Hello(purpose, b"", 0, self.world_size, self.rank, rank, service)
+        other = self.network.members[rank]
+        other.meet(self.rank)
+        status, detail = other.admit(hello)
+        if status is not Status.WELCOME:
+            raise refusal(status, detail, hello)
+        near, far = self.network.connect(self.rank, rank, purpose, service)
+        try:
+            other.enter(hello, far, None)
+        except BaseException:
+            near.shut_down()  # interrupted: to the other end, this one gave up
+            raise
+        return near, None
+
+    @override
+    def places(self) -> list[str]:
+        return places(only=[f"rank {self.rank}"])
+
+    @override
+    def new_poller(self) -> MemoryPoller:
+        return MemoryPoller(self.clock)
+
+    @override
+    def new_waiter(self) -> MemoryWaiter:
+        return MemoryWaiter(self.clock)
+
+    def flush_when_possible(self, connection: Connection) -> None:
+        """Have whoever reads at the other end send what a connection holds back."""
+        assert isinstance(connection.stream, MemoryStream)
+        connection.stream.outgoing.flush_when_possible(partial(self._flush, connection))
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush(AT_ONCE)
+        except RankwireError as error:
+            _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
+            if connection.failure is None and connection.is_holding:
+                self.flush_when_possible(connection)
+
+    def meet(self, rank: int) -> Peer:
+        """Return a peer, which is made if it is not there yet."""
+        with self._meeting:
+            peer = self.peers.get(rank)
+            if peer is None:
+                peer = self.peers[rank] = Peer(
+                    Member(rank, _PID, "", 0, "", ""),
+                    self.clock,
+                    await_verdict=self._await_verdict,
+                    on_lost=self._note_loss,
+                    explain=self._losses.explain,
+                    lookout=self.lookout,
+                )
+        self.hear_of(rank)
+        return peer
+
+    def _await_verdict(self, peer: Peer, patience: float) -> None:
+        self.hear_of(peer.member.rank)  # the network knows it at once
+
+    def _note_loss(self, error: PeerLostError) -> None:
+        if error.peer != self.rank:  # else it is this rank that is lost to all others
+            self.events.lost(error)
+
+    # -- what the network asks ---------------------------------------------------------------------
+
+    @override
+    def tell_agent(self, says: AgentSays) -> bool:
+        return self.network.hear_agent(self.rank, says)
+
+    def cut(self, peer: int) -> None:
+        """End the streams to a peer, at this moment."""
+        if peer in self.peers:
+            for connection in self.peers[peer].connections():
+                assert isinstance(connection.stream, MemoryStream)
+                connection.stream.abort()
+
+    def die(self) -> None:
+        """Be dead: end all streams, at this moment."""
+        told = self.network.verdict(self.rank, self.rank)
+        assert told is not None
+        self._gone = told[0]
+        for rank in list(self.peers):
+            self.cut(rank)
+
+    def end(self) -> None:
+        """End everything that this rank waits for, because it is dead."""
+        assert self._gone is not None
+        self.presences.end()
+        for port in self.ports.all():
+            port.shut_down(self._gone)
+        for rank in list(self.peers):
+            self.hear_of(rank)
+
+    def hear_of(self, peer: int) -> None:
+        """Ask what has become of a peer, first of the root of its failure; give up who is gone."""
+        told = self.network.verdict(self.rank, peer)
+        if told is None:
+            return
+        error, cause = told
+        root = None if cause is None else self.network.verdict(self.rank, cause)
+        if cause is not None and root is not None and cause not in (self.rank, peer):
+            self._take(cause, *root)
+        self._take(peer, error, cause)
+
+    def _take(self, rank: int, error: RankwireError, cause: int | None) -> None:
+        peer = self.peers.get(rank) or self.peers[rank]
+        self.roll.note_gone(rank)
+        if peer.failure is not None:
+            return
+        if isinstance(error, ChannelClosedError):
+            peer.leave(error)
+        else:
+            peer.judge(self._losses.explain(error, cause=cause))
+
+    @override
+    def failure_of(self, rank: int) -> RankwireError | None:
+        if self.network.verdict(self.rank, rank) is None:
+            return None
+        self.hear_of(rank)
+        return super().failure_of(rank)
+
+    @override
+    def lost_ranks(self) -> list[int]:
+        self._check_alive()
+        return sorted(self.network.gone_for(self.rank))
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    @override
+    def close(self, *, error: BaseException | None = None) -> None:
+        super().close(error=error)
+        self.network.depart()
+
+    @override
+    def tell_leaving(self) -> None:
+        self._gone = ChannelClosedError("this backend is closed")
+        self.network.leave(self.rank)
+        for peer in list(self.peers.values()):
+            for connection in peer.connections():
+                self._send_rest(connection)
+
+    def _send_rest(self, connection: Connection) -> None:
+        """Send the rest of a message that counts as sent: nobody would flush it any more."""
+        assert isinstance(connection.stream, MemoryStream)
+        if connection.queued_nbytes > connection.stream.unsent_nbytes():
+            connection.stream.outgoing.lift_limit()
+            with suppress(RankwireError):  # it has failed, or another thread is about to do it
+                connection.flush(AT_ONCE)
+
+    @override
+    def tell_fall(self, fallen: Fallen) -> None:
+        self.network.fall(self.rank, fallen)
+        self._gone = ChannelClosedError("this backend is closed")
+
+    @override
+    def depart(self) -> None:
+        for other in self.network.members:
+            if self.rank in other.peers:
+                other.hear_of(self.rank)
+
+
+def fail_calls(port: MeshCallPort, on_call: Callable[[], None]) -> None:
+    """Have a port call ``on_call`` before each call; it raises for one that the plan fails."""
+    send = port.call
+    waiting: set[int] = set()  # calls that were counted, and wait for room
+
+    def call(
+        dst: int,
+        request_id: int,
+        message: Message,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None = None,
+        hold: bool = False,
+        limit: float = math.inf,
+    ) -> Reply | None:
+        if limit != math.inf and request_id not in waiting:  # inquiries of the agent have no limit
+            on_call()
+            waiting.add(request_id)
+        reply = send(dst, request_id, message, deadline, on_reply, hold, limit)
+        if reply is not None:
+            waiting.discard(request_id)
+        return reply
+
+    port.call = call  # type: ignore[method-assign]

@@ -1,0 +1,342 @@
+"""The mesh of a world of processes: Unix sockets within a host, TCP between hosts.
+
+Construction is the rendezvous: rank 0 listens and coordinates, the others join, and all return when
+the whole world is up. This module knows where peers are, how they are dialled, and what the control
+plane reports of them.
+
+Threads: the acceptor accepts connections and receives the reports; everything else happens in the
+threads of the user.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from rankwire.clock import Clock
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    ChannelClosedError,
+    MembershipError,
+    PeerLostError,
+    PeerUnresponsiveError,
+    ProtocolError,
+    RankwireError,
+)
+from rankwire.links.connection import Connection
+from rankwire.mesh.dialing import Dialling, Transport
+from rankwire.mesh.introductions import Introductions
+from rankwire.mesh.mesh import Mesh
+from rankwire.mesh.peers import Peer
+from rankwire.mesh.roll_client import RollClient
+from rankwire.mesh.segments import Segments
+from rankwire.mesh.transport import NEW_GROUP
+from rankwire.observe.stacks import stacks
+from rankwire.observe.status import PeerStatus
+from rankwire.rendezvous.formation import Formation
+from rankwire.rendezvous.own_listeners import OwnKeys, OwnListeners
+from rankwire.rendezvous.runtime_dir import remove_socket_file
+from rankwire.texts import name_ranks
+from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.poller import EpollPoller
+from rankwire.transports.security import Policy
+from rankwire.transports.shared_memory import CAN_SHARE
+from rankwire.transports.spin import DEFAULT_SPIN, share_cores
+from rankwire.transports.tcp_stream import TcpAddress
+from rankwire.wire.control_messages import (
+    AgentSays,
+    Doing,
+    Fallen,
+    Gone,
+    Joined,
+    Member,
+    Notice,
+    Patience,
+    Suspected,
+    World,
+)
+from rankwire.wire.handshake import Purpose
+from rankwire.wire.protocol import left
+from rankwire.wire.seals import Seals
+
+_log = logging.getLogger("rankwire")
+
+_UNANSWERED_LIMIT = 4.5
+# A process that has just been woken up, or has too few cores, reads its news late.
+_LATE_NEWS_PATIENCE = 0.5
+
+
+class TcpMesh(Mesh):
+    """A rank of a world of processes; the constructor forms the world.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        where: Where the world forms.
+        secret: What the user gave; None if rank 0 writes one to a file.
+        job: The name of the job.
+        timeout: As for ``TcpBackend``, like those without a description.
+        join_timeout: Seconds for the world to form.
+        transport: What streams are made of.
+        spin: Seconds that a waiting thread polls.
+        max_message_nbytes: Largest message.
+        single_copy: Whether large messages may be read out of other processes' memory.
+        segment_nbytes: Bytes of memory that ranks of a host share for collectives.
+        listeners: The listeners of this rank.
+        patience: How long ranks may be silent.
+        has_coordinator: Whether a launcher coordinates.
+        policy: How connections are protected.
+        clock: The clock of the world.
+
+    Attributes:
+        formation: Forms the world, and owns its control connections.
+        is_watched: Whether a coordinator reports which ranks are gone.
+        introductions: Connects to all peers when the coordinator is gone.
+    """
+
+    shares_memory = CAN_SHARE
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        where: TcpAddress,
+        *,
+        secret: bytes | None,
+        job: str,
+        timeout: float | None,
+        join_timeout: float,
+        transport: Transport,
+        spin: float | None,
+        max_message_nbytes: int,
+        single_copy: bool,
+        segment_nbytes: int,
+        listeners: OwnListeners,
+        patience: Patience,
+        has_coordinator: bool,
+        policy: Policy,
+        clock: Clock,
+    ) -> None:
+        super().__init__(
+            rank,
+            world_size,
+            timeout=timeout,
+            max_message_nbytes=max_message_nbytes,
+            peers={},
+            clock=clock,
+            single_copy=single_copy,
+        )
+        self._transport = transport
+        self._wanted_spin = spin
+        why_not = 'Unix sockets are turned off by transport="tcp"' if transport == "tcp" else ""
+        self.segments = self._segments = Segments(segment_nbytes, clock, why_not)
+        self.is_watched = True
+        self.introductions = Introductions(self.peers.values, self._greet, clock)
+        self.security = policy.mode
+        self.ranks_return = has_coordinator
+        self.formation = Formation(
+            self,
+            where,
+            keys=OwnKeys(rank, secret),
+            listeners=listeners,
+            job=job,
+            policy=policy,
+            patience=patience,
+            has_coordinator=has_coordinator,
+        )
+        self.roll = RollClient(self.formation.report)
+        try:
+            self.formation.form(Deadline(join_timeout, clock))
+        except BaseException:
+            self.formation.close()
+            raise
+
+    def on_formed(self, world: World) -> None:
+        """Get to know the peers. Called once by the formation, before any of them can dial."""
+        self._me = world.members[self.rank]
+        self.incarnation = self._me.incarnation
+        if world.late:
+            self.broken = MembershipError(
+                f"{name_ranks(world.late)} joined when the world had formed already; {NEW_GROUP}"
+            )
+        self._dialling = Dialling(self._me, self._transport, self.formation)
+        local = sum(member.host_id == self._me.host_id for member in world.members)
+        self.spin = DEFAULT_SPIN if self._wanted_spin is None else self._wanted_spin
+        self.shares_cores = share_cores(local)
+        self._segments.spin = 0.0 if self.shares_cores else self.spin
+        self.hosts = self._hosts = [member.host_id for member in world.members]
+        self._coordinator = self.roll.keeper = world.coordinator
+        for member in world.members:
+            if member.rank != self.rank:
+                self.peers[member.rank] = self._meet(member)
+
+    def _meet(self, member: Member) -> Peer:
+        return Peer(
+            member,
+            self.clock,
+            await_verdict=self._await_verdict,
+            on_lost=self.events.lost,
+            explain=self._explain_end,
+            lookout=self.lookout,
+        )
+
+    # -- connections -------------------------------------------------------------------------------
+
+    def new_poller(self) -> EpollPoller:
+        """Return an epoll."""
+        return EpollPoller()
+
+    def flush_when_possible(self, connection: Connection) -> None:
+        """Have the acceptor's thread send what a connection holds back."""
+        acceptor = self.formation.acceptor
+        assert acceptor is not None  # there is a peer
+        acceptor.flush_when_possible(connection)
+
+    def open_stream(
+        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
+    ) -> tuple[ByteStream, Seals | None]:
+        """Return a connection to a peer that has let it in, and what its frames are sealed with."""
+        return self._dialling.open_stream(peer, purpose, service, deadline)
+
+    # -- what the acceptor asks, on its thread ------------------------------------------------
+
+    def on_gone(self, gone: Gone) -> None:
+        """Hear from the control plane that a rank has died or left."""
+        try:
+            self._take_in(gone)
+        finally:
+            self.roll.note_gone(gone.rank)
+            self._segments.disturb()
+
+    def _take_in(self, gone: Gone) -> None:
+        if gone.rank == self.rank:
+            for rank, peer in self.peers.items():
+                reason = f"the others have given up this rank: {gone.reason}"
+                peer.judge(PeerLostError(rank, reason, root=self.rank))
+            return
+        if gone.rank not in self.peers:
+            raise ProtocolError(f"the coordinator reports rank {gone.rank}, which does not exist")
+        peer = self.peers[gone.rank]
+        if gone.orderly:
+            peer.leave(left(gone.rank))
+            return
+        kind = PeerUnresponsiveError if gone.silent else PeerLostError
+        loss = kind(gone.rank, gone.reason, remote_traceback=gone.traceback)
+        peer.judge(self._losses.explain(loss, cause=gone.cause))
+        if not gone.silent and peer.member.host_id == self._me.host_id and peer.member.unix_path:
+            remove_socket_file(peer.member.unix_path)  # a killed process cannot remove its own
+
+    def on_notice(self, notice: Notice) -> None:
+        """Keep what the coordinator tells about a collective, for those who wait in it."""
+        self.roll.deliver(notice)
+        self._segments.disturb()
+
+    def on_joined(self, joined: Joined) -> None:
+        """Hear from the control plane that a rank was started anew, and is back."""
+        member = joined.member
+        self.roll.note_back(member.rank)
+        if member.rank not in self.peers:
+            raise ProtocolError(f"the coordinator reports rank {member.rank}, which is not a peer")
+        self.formation.keys.take(joined)
+        self._hosts[member.rank] = member.host_id
+        self._replace(self._meet(member))
+
+    def tell_agent(self, says: AgentSays) -> bool:
+        """Tell the coordinator what an agent of this rank does."""
+        return self.formation.report(says)
+
+    def describe_doing(self) -> Doing:
+        """Return what this process does, for those who wait for it."""
+        return Doing(stacks(), self.waiting_on(), self.blocked_on())
+
+    def on_suspected(self, suspected: Suspected) -> None:
+        """Hear from the control plane that a rank has become silent, or is heard again."""
+        rank, seconds = suspected.rank, suspected.seconds
+        peer = self.peers.get(rank)
+        if peer is None:
+            return  # this rank itself, or a launcher
+        peer.is_suspected = seconds > 0.0
+        peer.silent_for = seconds  # of the coordinator, no beat tells
+        if peer.is_suspected:
+            _log.warning("rank %d has been silent for %.1f s", rank, seconds)
+        else:
+            _log.warning("rank %d responds again", rank)
+        self.events.suspected(rank, seconds)
+
+    def on_silences(self, silent: dict[int, float]) -> None:
+        """Hear from the coordinator who missed a beat."""
+        for rank, peer in self.peers.items():
+            peer.silent_for = silent.get(rank, 0.0)
+
+    def on_coordinator_gone(self, error: RankwireError) -> None:
+        """Hear that nobody tells any more who is gone."""
+        self.is_watched = self.roll.is_kept = False
+        self.presences.end()
+        for other in self.peers.values():  # nobody would say any more that it is heard again
+            other.is_suspected, other.silent_for = False, 0.0
+        peer = self.peers.get(self._coordinator)
+        if peer is not None:
+            if isinstance(error, ChannelClosedError):
+                peer.leave(left(peer.member.rank))
+            else:
+                peer.judge(error)
+        self.introductions.begin()
+
+    def look_for_silence(self) -> None:
+        """Look for what nobody tells, now and then.
+
+        Hosts that do not answer on a busy connection; without a coordinator, also ends.
+        """
+        for peer in self.peers.values():
+            peer.look_for_silence(_UNANSWERED_LIMIT)
+            if not self.is_watched:
+                peer.look_for_end()
+
+    def _explain_end(self, error: RankwireError) -> RankwireError:
+        return self._losses.explain(error, is_told=self.is_watched)
+
+    def _await_verdict(self, peer: Peer, patience: float) -> None:
+        acceptor = self.formation.acceptor
+        assert acceptor is not None  # there is a peer
+        # The acceptor brings the verdict: its own thread must not wait for it.
+        if self.is_watched and not self.closed and not acceptor.is_current_thread:
+            if not peer.is_judged_within(patience):
+                acceptor.catch_up(Deadline(_LATE_NEWS_PATIENCE, self.clock))
+
+    def status_of(self, rank: int) -> PeerStatus:
+        """Return what is known about a peer; its silence by this rank's own count if it has one."""
+        status = super().status_of(rank)
+        silences = self.formation.silences()
+        return replace(status, silent_for=silences.get(status.rank, status.silent_for))
+
+    def silences(self) -> dict[int, float]:
+        """Return the ranks that missed beats, with the seconds of their silence."""
+        counted = self.formation.silences()
+        seconds = {
+            rank: counted.get(rank, peer.silent_for)
+            for rank, peer in self.peers.items()
+            if peer.failure is None
+        }
+        return {rank: silence for rank, silence in seconds.items() if silence}
+
+    def _greet(self, peer: Peer) -> None:
+        deadline = Deadline(self.timeout, self.clock)
+        self._dial_messages(peer, deadline).greet(deadline)
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    def close(self, *, error: BaseException | None = None) -> None:
+        """Leave; introductions that have not begun do not begin any more."""
+        self.introductions.cancel()
+        if error is None and self._coordinator == self.rank and not self.closed:
+            self.roll.leave()  # the others lose the roll with this rank
+        super().close(error=error)
+
+    def tell_fall(self, fallen: Fallen) -> None:
+        """Tell the others by which error this rank leaves, in last words to the coordinator."""
+        self.formation.close(fallen)
+
+    def depart(self) -> None:
+        """Say the last words on the control connections, if none were said."""
+        self.formation.close()
+        self.introductions.join()
