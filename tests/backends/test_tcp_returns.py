@@ -369,7 +369,7 @@ def test_the_key_of_the_old_process_opens_nothing_any_more(job):
 def test_the_old_process_cannot_dial_the_others_with_its_keys(job):
     """A child that it forked, say, which lives on and has all that it knew."""
     old = job.ranks[1].mesh.formation
-    keys, hello = dict(old._keys), old.hello(Purpose.MESSAGES, 0)
+    keys, hello = dict(old.keys.shared), old.hello(Purpose.MESSAGES, 0)
     member = job.ranks[0].mesh._me
     job.lose(1)
     job.restart(1)
