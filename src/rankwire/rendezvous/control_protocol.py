@@ -70,10 +70,6 @@ def _join(message: Join, by: Standing) -> str:
     return "twice that it joins" if by.has_joined or by.is_formed else ""
 
 
-def _beat(message: Beat, by: Standing) -> str:
-    return "who else is silent" if message.silent else ""
-
-
 def _fallen(message: Fallen, by: Standing) -> str:
     if not by.is_formed:
         return "that it falls, before there is a world"
@@ -88,14 +84,6 @@ def _gone(message: Gone, by: Standing) -> str:
     return "that the coordinator is gone, which is not"
 
 
-def _known(message: Known, by: Standing) -> str:
-    return "" if by.is_formed else "whom it knows, before it is in the world"
-
-
-def _doing(message: Doing, by: Standing) -> str:
-    return "" if by.was_asked else "what it does, unasked"
-
-
 def _notice(message: Notice, by: Standing) -> str:
     if not by.is_formed:
         return "where it waits, before it is in the world"
@@ -106,8 +94,8 @@ def _notice(message: Notice, by: Standing) -> str:
     return "who is missing" if message.state == "missing" else ""
 
 
-def _agent_says(message: AgentSays, by: Standing) -> str:
-    return "" if by.is_formed else "what its agents do, before it is in the world"
+def _once_formed(words: str) -> Callable[[Any, Standing], str]:
+    return lambda message, by: "" if by.is_formed else f"{words}, before it is in the world"
 
 
 def _never(words: str) -> Callable[[Any, Standing], str]:
@@ -116,13 +104,13 @@ def _never(words: str) -> Callable[[Any, Standing], str]:
 
 _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     Join: _join,
-    Beat: _beat,
+    Beat: lambda message, by: "who else is silent" if message.silent else "",
     Fallen: _fallen,
     Gone: _gone,
-    Known: _known,
-    Doing: _doing,
+    Known: _once_formed("whom it knows"),
+    Doing: lambda message, by: "" if by.was_asked else "what it does, unasked",
     Notice: _notice,
-    AgentSays: _agent_says,
+    AgentSays: _once_formed("what its agents do"),
     Joined: _never("that a rank is back"),
     Ask: _never("that it wants to know what the coordinator does"),
     Waiting: _never("who is missing"),

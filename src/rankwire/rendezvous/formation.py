@@ -136,9 +136,7 @@ class Formation:
     def _coordinate(self, deadline: Deadline) -> None:
         listener = self._listeners.listen_at(self.address)
         self.address = TcpAddress(self.address.host, listener.getsockname()[1])
-        if (remove := self.keys.publish(self.address.port)) is not None:
-            self._listeners.own_file(remove)
-        self.keys.coordinate()
+        self.keys.coordinate(self.address.port, self._listeners.own_file)
         me = self._listeners.describe(self.address.host)
         acceptor = self._make_acceptor()
         self._coordinator = Coordinator(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from rankwire import runtime
 from rankwire.errors import ConfigurationError
@@ -78,7 +77,7 @@ class OwnListeners:
             sweep_socket_files()
             unix_path = new_socket_path()
             self._local_listeners.append(listen(f"unix://{unix_path}"))
-            self.own_file(partial(_remove_file, unix_path))
+            self.own_file(partial(Path(unix_path).unlink, missing_ok=True))
         self._member = Member(
             self._rank,
             runtime.getpid(),
@@ -114,9 +113,8 @@ class OwnListeners:
 
     def close_in_child(self) -> None:
         """Close the listeners in a forked child, and leave the files to the parent."""
-        self._files.clear()
-        for listener in self._all():
-            listener.close()
+        self.leave_files()
+        self.close()
 
     def _remove_files(self, error: BaseException | None = None) -> None:
         for remove in self._files:
@@ -139,19 +137,17 @@ class OwnKeys:
         self.own = b""
         self.shared: dict[int, HiddenKey] = {}  # with each other rank
 
-    def publish(self, port: int) -> Callable[[], None] | None:
-        """Choose the secret, at the rank that coordinates; return what removes its file, if any."""
-        remove: Callable[[], None] | None = None
+    def coordinate(self, port: int, own_file: Callable[[Callable[[], None]], None]) -> None:
+        """Take the keys of the rank that coordinates; if no secret was given, write one to a file.
+
+        ``own_file`` gets the function that removes the file.
+        """
+        if isinstance(self._secret, RankKey):
+            raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
         if self._secret is None:
             agreed = AgreedSecret(port)
             self._secret = agreed.publish()
-            remove = partial(agreed.remove, self._secret)
-        return remove
-
-    def coordinate(self) -> None:
-        """Take the key of the rank that coordinates, which has the secret itself."""
-        if isinstance(self._secret, RankKey):
-            raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
+            own_file(partial(agreed.remove, self._secret))
         self.own = self.of_rank(self._rank)
 
     def of_rank(self, rank: int) -> bytes:
@@ -175,8 +171,3 @@ class OwnKeys:
     def take(self, joined: Joined) -> None:
         """Replace the key that is shared with a restarted rank."""
         self.shared[joined.member.rank] = unwrap_one(self.own, joined.key)
-
-
-def _remove_file(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)

@@ -57,6 +57,10 @@ class Reports:
         coordinator: The coordinator's rank, or -1.
         controls: The control connections, by rank; the coordinator changes them.
         is_member: Returns whether a connected rank is in the formed world.
+
+    Attributes:
+        roll: The collectives in which ranks wait.
+        asked: The ranks that were asked what they do, and whether they have answered.
     """
 
     def __init__(
@@ -73,12 +77,12 @@ class Reports:
         self._is_member = is_member
         self._told = told
         self._attendance = Attendance()
-        self._roll = Roll(world_size)
-        self._asked: dict[int, bool] = {}  # ranks that were asked; whether they have answered
+        self.roll = Roll(world_size)
+        self.asked: dict[int, bool] = {}
 
     def take_notice(self, rank: int, notice: Notice) -> None:
         """Take a rank's report about a collective."""
-        for other, told in self._roll.hear(rank, notice):
+        for other, told in self.roll.hear(rank, notice):
             if other == self._coordinator:
                 self._told.on_notice(told)
             elif other in self._controls and self._is_member(other):
@@ -87,10 +91,6 @@ class Reports:
     def take_agent(self, rank: int, says: AgentSays) -> None:
         """Take a rank's report about an agent."""
         self._answer(self._attendance.hear(rank, says))
-
-    def forget_notices(self, rank: int) -> None:
-        """Drop the collectives of a rank that is gone."""
-        self._roll.forget(rank)
 
     def forget_agents(self, rank: int) -> None:
         """Drop the agents of a rank that is gone, and answer the agents that waited for them."""
@@ -107,20 +107,16 @@ class Reports:
     def ask(self, ranks: Iterable[int]) -> None:
         """Ask ranks what they do, each once. To be called before they learn of a failure."""
         for rank in ranks:
-            if rank in self._controls and rank not in self._asked and self._is_member(rank):
-                self._asked[rank] = False
+            if rank in self._controls and rank not in self.asked and self._is_member(rank):
+                self.asked[rank] = False
                 tell(self._controls[rank], Ask())
 
     def is_asked(self, rank: int) -> bool:
         """Return whether a rank was asked what it does, and has not answered."""
-        return self._asked.get(rank) is False
+        return self.asked.get(rank) is False
 
     def take_doing(self, rank: int, doing: Doing) -> None:
         """Take a rank's answer, and ask the ranks that it waits for."""
-        self._asked[rank] = True
+        self.asked[rank] = True
         self._told.on_doing(rank, doing)
         self.ask(doing.waits_for)
-
-    def forget_question(self, rank: int) -> None:
-        """Drop the question to a rank whose connection has ended."""
-        self._asked.pop(rank, None)

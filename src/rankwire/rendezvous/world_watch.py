@@ -131,7 +131,7 @@ class WorldWatch:
         """Notify all ranks that a rank is gone."""
         if self._world is not None:
             self._world.gone[gone.rank] = gone
-        self.reports.forget_notices(gone.rank)
+        self.reports.roll.forget(gone.rank)
         self._told.on_gone(gone)
         self.tell_all(gone)
         self.reports.forget_agents(gone.rank)
@@ -139,7 +139,7 @@ class WorldWatch:
     def ended(self, rank: int, error: RankwireError) -> None:
         """Report a rank whose control connection has ended."""
         self._silence.forget(rank)
-        self.reports.forget_question(rank)
+        self.reports.asked.pop(rank, None)
         is_on_its_way = self.rejoins.is_under_way(rank)
         is_unknown = is_on_its_way and not self.rejoins.fall_back(rank)
         if rank not in self._given_up and not is_unknown:
