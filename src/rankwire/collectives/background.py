@@ -274,7 +274,7 @@ class Background:
             with self._lock:
                 if self._worker is not worker:
                     return None
-                head = self._head()
+                head = self._queue[0] if self._queue and self._runner is None else None
                 left = 0.0 if head is None or is_hasty else head.due_in()
                 if head is not None and left <= 0.0:
                     self._runner = worker
@@ -284,10 +284,6 @@ class Background:
                     return None
                 self._is_asleep, self._is_called = True, head is None and not polls.left
             is_hasty = self._sleep(worker, left or polls.pause())
-
-    def _head(self) -> Task | None:
-        """Return the next task, unless a thread is the runner."""
-        return self._queue[0] if self._queue and self._runner is None else None
 
     def _sleep(self, worker: runtime.Lock, seconds: float) -> bool:
         if self.clock.acquire(worker, True, seconds):

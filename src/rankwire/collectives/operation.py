@@ -79,8 +79,8 @@ class Operation(Exchange):
         self._has_asked = False  # the coordinator, who is missing
         self._tags: list[int] = []
 
-    def run(self, run: Run[T]) -> T:
-        """Run the steps when its turn has come."""
+    def run_and_end(self, run: Run[T]) -> T:
+        """Run the steps in its turn, then pass the turn on. After an error, call ``give_up``."""
         operations = self._operations
         assert self.sequence is not None
         if operations.turn != self.sequence:
@@ -103,12 +103,7 @@ class Operation(Exchange):
         if operations.has_news:
             self._look_at_news()
         self.has_succeeded = True
-        return result
-
-    def run_and_end(self, run: Run[T]) -> T:
-        """Run the steps, then pass the turn on. After an error, call ``give_up``."""
-        result = self.run(run)
-        self._operations.end(self)
+        operations.end(self)
         return result
 
     @property
@@ -155,13 +150,12 @@ class Operation(Exchange):
                 raise
 
     def _fail(self, error: BaseException) -> BaseException:
-        if self.sequence is None:
-            self._operations.refuse(self)
-        return error if self.has_succeeded else self.failed(error)
-
-    def failed(self, error: BaseException) -> BaseException:
         """Notify the other ranks unless they know; return the error to raise. Safe to repeat."""
         operations, backend = self._operations, self._operations.backend
+        if self.sequence is None:
+            operations.refuse(self)
+        if self.has_succeeded:
+            return error
         self.revoke()
         if isinstance(error, RankwireError):
             error = backend.adopted(None, error)

@@ -11,14 +11,16 @@ function is safe from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
 from rankwire.collectives import algorithms, selection, uneven_parts
-from rankwire.collectives.exchange import Exchange, describe
+from rankwire.collectives.exchange import Array, Exchange, describe
 from rankwire.collectives.operands import (
+    Operand,
     copy_if_shared,
     make_root_target,
     make_target,
@@ -26,7 +28,7 @@ from rankwire.collectives.operands import (
     part_shape,
     store_result,
 )
-from rankwire.collectives.reductions import Op, reduction_of
+from rankwire.collectives.reductions import Op, Reduction, reduction_of
 from rankwire.collectives.scatter_messages import pack_part, unpack_part
 from rankwire.collectives.sequence import collective
 
@@ -108,13 +110,7 @@ def reduce(
     source = operand(array)
     target = make_root_target(backend, source, source.shape, root, out)
     r = reduction_of(op, source)
-
-    def run(x: Exchange) -> Any:
-        result = None if target is None else target.flat()
-        own = source.flat() if target is None else copy_if_shared(source.flat(), target)
-        selection.reduce(x, r.contribution(own), result, root, r)
-        return store_result(target, result)
-
+    run = _move_whole(source, target, partial(selection.reduce, root=root, r=r), r)
     return describe("reduce", r.op, f"root {root}", source.dtype_name, source.shape), run
 
 
@@ -166,13 +162,7 @@ def all_gather(
     if uneven_parts.is_list(out):
         return uneven_parts.all_gather(backend, source, out)
     shape = (backend.world_size * source.rows, *source.shape[1:])
-    target = make_target(source, shape, out)
-
-    def run(x: Exchange) -> Any:
-        result = target.flat()
-        selection.all_gather(x, copy_if_shared(source.flat(), target), result)
-        return store_result(target, result)
-
+    run = _move_whole(source, make_target(source, shape, out), selection.all_gather)
     return describe("all_gather", source.dtype_name, source.shape), run
 
 
@@ -195,13 +185,7 @@ def gather(
         return uneven_parts.gather(backend, source, root, out)
     shape = (backend.world_size * source.rows, *source.shape[1:])
     target = make_root_target(backend, source, shape, root, out)
-
-    def run(x: Exchange) -> Any:
-        result = None if target is None else target.flat()
-        own = source.flat() if target is None else copy_if_shared(source.flat(), target)
-        selection.gather(x, own, result, root)
-        return store_result(target, result)
-
+    run = _move_whole(source, target, partial(selection.gather, root=root))
     return describe("gather", f"root {root}", source.dtype_name, source.shape), run
 
 
@@ -275,16 +259,9 @@ def reduce_scatter(
     if uneven_parts.is_list(array):
         return uneven_parts.reduce_scatter(backend, array, op, out)
     source = operand(array)
-    shape = part_shape(backend, source)
-    target = make_target(source, shape, out)
+    target = make_target(source, part_shape(backend, source), out)
     r = reduction_of(op, source)
-
-    def run(x: Exchange) -> Any:
-        result = target.flat()
-        own = copy_if_shared(source.flat(), target)
-        selection.reduce_scatter(x, r.contribution(own), result, r)
-        return store_result(target, result)
-
+    run = _move_whole(source, target, partial(selection.reduce_scatter, r=r), r)
     return describe("reduce_scatter", r.op, source.dtype_name, source.shape), run
 
 
@@ -323,14 +300,7 @@ def all_to_all(
             source, send_counts, recv_counts, out, backend.world_size
         )
     part_shape(backend, source)
-    target = make_target(source, source.shape, out)
-
-    def run(x: Exchange) -> Any:
-        result = target.flat()
-        own = copy_if_shared(source.flat(), target)
-        selection.all_to_all(x, own, result)
-        return store_result(target, result)
-
+    run = _move_whole(source, make_target(source, source.shape, out), selection.all_to_all)
     return describe("all_to_all", source.dtype_name, source.shape), run
 
 
@@ -338,3 +308,20 @@ def all_to_all(
 def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
     """Wait until every rank has called this, at a cost of log2(N) messages per rank."""
     return "barrier()", selection.meet
+
+
+def _move_whole(
+    source: Operand,
+    target: Operand | None,
+    move: Callable[[Exchange, Array, Any], None],
+    r: Reduction | None = None,
+) -> Callable[[Exchange], Any]:
+    """Return the steps that ``move`` an array, or its contribution to ``r``, into the target."""
+
+    def run(x: Exchange) -> Any:
+        result = None if target is None else target.flat()
+        own = source.flat() if target is None else copy_if_shared(source.flat(), target)
+        move(x, own if r is None else r.contribution(own), result)
+        return store_result(target, result)
+
+    return run

@@ -174,8 +174,9 @@ class SharedSlots:
         while not segment.all_came(x.tag):
             self._await(x, segment.step)
             for rank in x.others:
-                if not segment.came(rank, x.tag):
-                    self._find_out_why(x, rank)
+                if not segment.came(rank, x.tag):  # it is in another operation: ask why
+                    x.look_up(rank)
+                    x.deadline.clock.sleep(_HURRY)
 
     def retract(self, x: Exchange) -> None:
         """Withdraw what this rank published last: its operation has failed."""
@@ -209,8 +210,3 @@ class SharedSlots:
                     is_it = error.peer == x.in_group(rank) and not error.is_reported
                     if not is_it or not segment.has_come(rank, step):
                         raise
-
-    def _find_out_why(self, x: Exchange, rank: int) -> None:
-        """Ask why a rank has published under another tag: it is in another operation."""
-        x.look_up(rank)
-        x.deadline.clock.sleep(_HURRY)
