@@ -36,6 +36,7 @@ from rankwire.launch.subreaper import Subreaper
 from rankwire.observe import tracebacks
 from rankwire.override import override
 from rankwire.rendezvous import schedulers
+from rankwire.rendezvous.launchers import End, Kill, Order, Release, Restart, Stop
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.rendezvous.secret import SecretServer
 from rankwire.texts import name_ranks
@@ -210,6 +211,20 @@ class HostRanks:
         child.serve(self._loop.selector)
         if child.pipes:
             self._loop.output.attach(rank, *child.pipes)
+
+    def obey(self, order: Order) -> None:
+        """Carry out an order of the job."""
+        match order:
+            case Restart(rank, incarnation):
+                self.restart(rank, incarnation)
+            case End(rank):
+                self.end(rank)
+            case Release():
+                self.release()
+            case Stop(number):
+                self.stop(number)
+            case Kill():
+                self.kill()
 
     def restart(self, rank: int, incarnation: int) -> None:
         """Restart a rank that has ended, and kill what is left of its process group."""

@@ -32,7 +32,7 @@ from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
-from rankwire.rendezvous.launchers import LauncherLink
+from rankwire.rendezvous.launchers import End, Kill, LauncherLink, Release, Restart, Stop
 from rankwire.rendezvous.reports import Told
 from rankwire.texts import name_ranks
 from rankwire.transports.security import Policy
@@ -240,12 +240,11 @@ class LaunchedJob:
             # First, so that the coordinator does not take the old process for the new one.
             self._host.expect_again(rank, incarnation)
             try:
-                self._parts.part_of(rank).restart(rank, incarnation)
+                self._parts.part_of(rank).obey(Restart(rank, incarnation))
             except ConfigurationError as error:
                 self._give_up(error.message)
         if self._restarts.limit and not self._restarts.are_pending and not self._parts.alive:
-            for part in self._parts:
-                part.release()
+            self._parts.obey(Release())
 
     def _stop_due(self) -> float:
         return self._attempt.stop_due(self._parts.alive, self._options.grace)
@@ -253,8 +252,7 @@ class LaunchedJob:
     def _stop(self, number: int) -> None:
         self._attempt.stop()
         self._restarts.cancel()
-        for part in self._parts:
-            part.stop(number)
+        self._parts.obey(Stop(number))
 
     def _obey(self, number: int, node: int = 0) -> None:
         if not self._requests.add(number, node):
@@ -265,8 +263,7 @@ class LaunchedJob:
         if not self._parts.have_started:
             self._loop.output.say(f"{signal_name(number)}{where}: the job ends before it began")
         if self._attempt.is_stopping or not alive:
-            for part in self._parts:
-                part.kill()
+            self._parts.obey(Kill())
         else:
             hint = "; Ctrl-C again kills them" if number == signal.SIGINT else ""
             self._loop.output.say(
@@ -305,7 +302,7 @@ class LaunchedJob:
                 and not self._attempt.is_stopping
             ):
                 self._loop.output.say(f"rank {gone.rank} is killed: {gone.reason}", "bold yellow")
-                self._parts.part_of(gone.rank).end(gone.rank)
+                self._parts.part_of(gone.rank).obey(End(gone.rank))
             else:
                 self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
 

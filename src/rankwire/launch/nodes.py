@@ -37,6 +37,7 @@ from rankwire.rendezvous.launchers import (
     Kill,
     LauncherLink,
     Message,
+    Order,
     Over,
     Release,
     Restart,
@@ -82,7 +83,7 @@ class RemoteRanks:
         self.events = LauncherEvents()
         self._errors: dict[int, list[str]] = {}
         self._link = link
-        self.close = _listen(loop, link, self._obey, self._lose)
+        self.close = _listen(loop, link, self._handle, self._lose)
 
     def start(self, world: JobSettings, first_rank: int) -> None:
         """Have the launcher start its ranks, numbered from ``first_rank``."""
@@ -92,26 +93,11 @@ class RemoteRanks:
         self.is_over = False
         self._link.tell(Start(world.size, first_rank, world.job, world.attempt, world.stays))
 
-    def restart(self, rank: int, incarnation: int) -> None:
-        """Have the launcher restart a rank that has ended."""
-        self.alive.append(rank)
-        self._link.tell(Restart(rank, incarnation))
-
-    def end(self, rank: int) -> None:
-        """Have the launcher kill a rank that was declared lost."""
-        self._link.tell(End(rank))
-
-    def release(self) -> None:
-        """Tell the launcher that no rank will be restarted."""
-        self._link.tell(Release())
-
-    def stop(self, number: int) -> None:
-        """Have the launcher ask its ranks to end, once."""
-        self._link.tell(Stop(number))
-
-    def kill(self) -> None:
-        """Have the launcher kill all that is left."""
-        self._link.tell(Kill())
+    def obey(self, order: Order) -> None:
+        """Have the launcher carry out an order."""
+        if isinstance(order, Restart):
+            self.alive.append(order.rank)
+        self._link.tell(order)
 
     def look(self) -> None:
         """Do nothing: the other launcher watches its ranks."""
@@ -129,7 +115,7 @@ class RemoteRanks:
         self.is_over = True
         self.events.on_lost(error)
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Here(ranks, host):
                 self.count, self.host = ranks, host
@@ -156,6 +142,11 @@ class Parts:
     def __iter__(self) -> Iterator[HostRanks | RemoteRanks]:
         yield self.local
         yield from (self.remote[node] for node in sorted(self.remote))
+
+    def obey(self, order: Order) -> None:
+        """Have the ranks of all hosts carry out an order."""
+        for part in self:
+            part.obey(order)
 
     @property
     def have_started(self) -> bool:
@@ -314,17 +305,11 @@ class _Follower:
                     self.settings, size=world_size, job=job, attempt=attempt, stays=stays
                 )
                 self._start(partial(self.ranks.start, world, first_rank))
-            case Restart(rank, incarnation):
+            case Restart(rank):
                 self.failed = [other for other in self.failed if other != rank]
-                self._start(partial(self.ranks.restart, rank, incarnation))
-            case End(rank):
-                self.ranks.end(rank)
-            case Release():
-                self.ranks.release()
-            case Stop(number):
-                self.ranks.stop(number)
-            case Kill():
-                self.ranks.kill()
+                self._start(partial(self.ranks.obey, message))
+            case End() | Release() | Stop() | Kill():
+                self.ranks.obey(message)
             case Finish(code, text, was_asked):
                 self.code = code
                 self.was_asked |= was_asked

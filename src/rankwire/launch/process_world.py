@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 from rankwire import runtime
 from rankwire.backends.arguments import check_world
 from rankwire.clock import REAL_TIME
-from rankwire.errors import ConfigurationError, RankFailedError
+from rankwire.errors import ConfigurationError
 from rankwire.launch.function_pickle import pack, unpack
 from rankwire.launch.function_run import Printer, Rank, RankOutcome, StreamName, values_of
 from rankwire.launch.lines import StreamLines
 from rankwire.launch.process import Process, signal_name
-from rankwire.launch.rank_program import RunReport
 from rankwire.override import override
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.texts import text_of
@@ -260,12 +259,8 @@ class _Output(NamedTuple):
 
 def _outcome(rank: int, pickled: bytes) -> RankOutcome[Any]:
     try:
-        report: RunReport = unpack(pickled)
+        outcome: RankOutcome[Any] = unpack(pickled)
+        return outcome
     except Exception as trouble:  # a user's class may raise anything
         what = f"its result cannot be loaded here: {text_of(trouble)}"
         return RankOutcome(rank, error=TypeError(what))
-    error = report.error
-    if error is None and report.error_name:
-        text = f"{report.error_name}: {report.error_text}"
-        error = RankFailedError(rank, text, remote_traceback=report.traceback)
-    return RankOutcome(rank, report.value, error, remote_traceback=report.traceback)

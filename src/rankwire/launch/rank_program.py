@@ -10,8 +10,8 @@ has not started yet.
 =====================================  =========================================================
 starter                                process
 =====================================  =========================================================
-``("join", number, pickled options)``  ``("ended", pickled RunReport)`` of joining
-``("run", number, pickled, leaves)``   ``("ended", pickled RunReport)`` of the function
+``("join", number, pickled options)``  ``("ended", pickled outcome)`` of joining
+``("run", number, pickled, leaves)``   ``("ended", pickled outcome)`` of the function
 ``("interrupt", number)``              no reply: ``KeyboardInterrupt`` is raised in the function
 ``("stacks",)``                        ``("stacks", text)``
 ``("leave",)``                         no reply: it leaves the world and exits
@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,22 +34,12 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import RankFailedError
 from rankwire.launch.function_pickle import pack, unpack
+from rankwire.launch.function_run import RankOutcome
 from rankwire.observe.stacks import stacks
 from rankwire.observe.tracebacks import FULL_TRACEBACK, folded
 from rankwire.texts import text_of, traceback_of, type_name
 
 _END_PATIENCE = 5.0  # seconds for a function to end after the starter has gone
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """Report a value, or an error as text and, if it can be pickled, itself."""
-
-    value: Any = None
-    error: BaseException | None = None
-    error_name: str = ""
-    error_text: str = ""
-    traceback: str = ""
 
 
 def main(rank: int, control: int, listener: int = -1) -> None:
@@ -102,15 +92,16 @@ class _RankProgram:
         """Carry out one order; return whether to continue."""
         self._running = number
         if verb == "join":
-            report = self._report(words[0], self._join)
-            self._say("ended", _packed(report))
-            return report.error_name == ""
+            outcome = self._outcome(words[0], self._join)
+            self._say("ended", _packed(outcome))
+            return outcome.returned
         if verb == "run":
             pickled, leaves = words
-            report = self._report(pickled, self._call)
-            packed = _packed(report)
+            outcome = self._outcome(pickled, lambda function, args: function(self._backend, *args))
+            packed = _packed(outcome)
             if leaves:  # as in any program, peers see it leave before the starter gets the result
-                self._close(report)
+                assert self._backend is not None
+                self._backend.close(error=outcome.error)
             self._say("ended", packed)
             return not leaves
         return False
@@ -120,20 +111,10 @@ class _RankProgram:
         listener = runtime.Socket(fileno=self._listener) if self._listener >= 0 else None
         self._backend = TcpBackend(self._rank, world_size, listener=listener, **options)
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return function(self._backend, *args)
-
-    def _close(self, report: RunReport) -> None:
-        assert self._backend is not None
-        error = report.error
-        if error is None and report.error_name:
-            error = RankFailedError(self._rank, f"{report.error_name}: {report.error_text}")
-        self._backend.close(error=error)
-
     # -- execution ---------------------------------------------------------------------------------
 
-    def _report(self, pickled: bytes, obey: Callable[..., Any]) -> RunReport:
-        """Call ``obey`` with the unpickled arguments and report the result.
+    def _outcome(self, pickled: bytes, obey: Callable[..., Any]) -> RankOutcome[Any]:
+        """Call ``obey`` with the unpickled arguments and return the outcome.
 
         Unpickling imports modules and is not interruptible: a module whose import was interrupted
         stays broken, so that a later "import asyncio" would fail.
@@ -143,10 +124,10 @@ class _RankProgram:
             self._is_interruptible = True
             if self._interrupted == self._running:
                 raise KeyboardInterrupt
-            return RunReport(obey(*words))
+            return RankOutcome(self._rank, obey(*words))
         except BaseException as error:  # SystemExit too is reported to the starter
             self._is_interruptible = False
-            return RunReport(None, error, type(error).__name__, text_of(error), _traceback(error))
+            return RankOutcome(self._rank, error=error, remote_traceback=_traceback(error))
         finally:
             self._is_interruptible = False
             _flush()
@@ -162,17 +143,20 @@ class _RankProgram:
             self._control.send(words)
 
 
-def _packed(report: RunReport) -> bytes:
-    """Pickle a report, without an error or value that cannot be pickled."""
+def _packed(outcome: RankOutcome[Any]) -> bytes:
+    """Pickle an outcome; replace an error or value that cannot be pickled by an error."""
+    rank, error, traceback = outcome.rank, outcome.error, outcome.remote_traceback
     try:
-        if report.error is not None:
-            unpack(pack(report.error))  # many exceptions can be pickled but not unpickled
-        return pack(report)
+        if error is not None:
+            unpack(pack(error))  # many exceptions can be pickled but not unpickled
+        return pack(outcome)
     except Exception as trouble:  # a user's class may raise anything
-        if report.error is not None:
-            return pack(replace(report, error=None))
-        what = f"its result, of type {type_name(report.value)}, cannot be sent: {text_of(trouble)}"
-        return pack(RunReport(None, TypeError(what), "TypeError", what))
+        if error is not None:
+            text = f"{type(error).__name__}: {text_of(error)}"
+            failed = RankFailedError(rank, text, remote_traceback=traceback)
+            return pack(replace(outcome, error=failed))
+        what = f"its result, of type {type_name(outcome.value)}, cannot be sent: {text_of(trouble)}"
+        return pack(RankOutcome(rank, error=TypeError(what)))
 
 
 def _traceback(error: BaseException) -> str:

@@ -141,6 +141,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     was_asked: bool = False
 
 
+Order = Restart | End | Release | Stop | Kill  # about ranks that were started
 Message = (
     Here | Start | Restart | End | Release | Ended | Stop | Kill | Over | Asked | Trouble | Finish
 )
