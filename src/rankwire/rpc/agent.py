@@ -1,8 +1,4 @@
-"""``RpcAgent``: register functions, call those of other ranks by name, serve, and close.
-
-``agent_functions`` registers, ``agent_calls`` calls. Below them, ``caller`` makes calls and
-``server`` serves them. The agent knows ``Backend`` and ``CallPort``, and no concrete one.
-"""
+"""``RpcAgent``: register functions, call those of other ranks by name, serve, and close."""
 
 from __future__ import annotations
 
@@ -181,11 +177,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
 
         The effect is permanent, and applies to a rank that does not serve yet. This returns when
         all of these ranks have confirmed; ranks that have left or are lost are skipped. If a rank
-        has not made its agent of this name yet, this waits for it.
-
-        Args:
-            *ranks: The ranks to stop.
-            timeout: Seconds for all of it; None is the agent's timeout.
+        has not made its agent of this name yet, this waits for it, ``timeout`` seconds at most.
 
         Raises:
             ChannelClosedError: This agent is closed.
@@ -221,10 +213,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         """Serve one request on the calling thread and send the reply.
 
         The serving threads do this by themselves. If the function returns a future, the reply is
-        sent when that is done.
-
-        Args:
-            call: An incoming call of a port. If its ``origin`` is ``OWN``, this rank made it.
+        sent when that is done. If the ``origin`` of the call is ``OWN``, this rank made it.
 
         Raises:
             ConfigurationError: The call has no ``origin``, so there is no place to reply to.
@@ -267,10 +256,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
                 self._caller.futures.fail_all()
 
     def _leave_at_exit(self, error: BaseException | None) -> None:
-        """Close at the exit of the interpreter, without waiting for functions.
-
-        After an error the backend tells the other ranks the reason, and ends this agent too.
-        """
+        # After an error the backend notifies the other ranks, and ends this agent too.
         if error is None:
             self._close(_EXIT_GRACE, _EXIT_GRACE)
 
@@ -284,7 +270,6 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._caller.futures.fail_all()
 
     def _serve_until_all_leave(self) -> None:
-        """Serve until all other agents of this name have left; an interrupt ends it at once."""
         if self._caller.closed or self._stop_signal.is_asked:
             return
         try:

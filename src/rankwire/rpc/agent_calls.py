@@ -1,9 +1,7 @@
-"""How users of ``RpcAgent`` make calls: its methods, and the objects that ``agent.to(1)`` returns.
+"""The calling methods of ``RpcAgent``, and the objects that ``agent.to(1)`` returns.
 
-The signatures tell type checkers what is a setting, what an argument, and what returns. A function
-is named by an attribute, ``agent.to(1).add(2, 3)``, or passed, as itself or by name,
-``agent.to(1)(add, 2, 3)``; only the function itself tells a type checker what it takes and returns.
-``caller`` makes the calls.
+A function is named by an attribute, ``agent.to(1).add(2, 3)``, or passed, as itself or by name,
+``agent.to(1)(add, 2, 3)``. Only the function itself gives a type checker its signature.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ MakeCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _check_public(name: str) -> None:
-    """Reject attributes that Python and notebooks look for by themselves.
-
-    Also before the object has its own attributes, as when it is copied.
-    """
+    """Reject attributes that Python and notebooks look for by themselves."""
     if name.startswith("_"):
         raise AttributeError(
             f"functions whose names begin with an underscore are called as agent.to(rank)({name!r})"
@@ -55,7 +50,7 @@ class RemoteFunction(Generic[R]):
         self._name = name
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> R:
-        """Call it."""
+        """Call the function."""
         return self._make_call(self._name, args, kwargs)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> RemoteFunction[R]:
@@ -67,10 +62,7 @@ class RemoteFunction(Generic[R]):
 
 
 class _Rank(Generic[R]):
-    """The functions of a rank. Every argument of a call goes to the function.
-
-    There are no other public attributes, which would hide functions of that name.
-    """
+    """The functions of a rank. Other public attributes would hide functions of that name."""
 
     __slots__ = ("_description", "_make_call")
     _MANNER = ""

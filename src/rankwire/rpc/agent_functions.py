@@ -119,11 +119,7 @@ class AgentFunctions:
 
         Args:
             kind: The class, an ``Exception``.
-            name: Module and qualified name of the class at the callee; the default is those it has
-                here.
-
-        Returns:
-            The class.
+            name: Module and qualified name of the class at the callee, if not those it has here.
 
         Raises:
             ConfigurationError: It is not such a class, or one that other ranks must not raise

@@ -2,7 +2,6 @@
 
 A function gets it from ``current_call()``. Calls that the function makes inherit from it: their
 deadline is no later, their chain is one call longer, and they are cancelled with it.
-``served_call`` runs and answers it.
 """
 
 from __future__ import annotations
@@ -37,21 +36,13 @@ class MadeCall(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What the thread of a function that is being served waits for.
+    """What the thread of a function that is being served waits for."""
 
-    Attributes:
-        number: Identifies this wait in this agent.
-        dst: The rank that is called.
-        name: The function called there.
-        request_ids: The calls to that rank of which one has to end.
-        is_for_room: Whether it waits until it may call (``max_in_flight``), and not for a reply.
-    """
-
-    number: int
+    number: int  # identifies this wait in this agent
     dst: int
     name: str
-    request_ids: Sequence[int]
-    is_for_room: bool = False
+    request_ids: Sequence[int]  # the calls to that rank of which one has to end
+    is_for_room: bool = False  # it waits until it may call (``max_in_flight``)
 
 
 class Call(PublicDir):
@@ -65,12 +56,6 @@ class Call(PublicDir):
         cancelled: Whether the caller does not want the result any more, for any reason.
             Long-running functions should check it now and then; calls that they wait for end with
             ``CallCancelledError``, or ``DeadlineExceededError`` if the call has ``expired``.
-        worker: The serving thread's record, None on the event loop.
-        outgoing: The calls that the function has in flight, by request id.
-        waiting: What the function's own thread waits for, if that is a call.
-        unanswered: A call made by the function that ended only after this one's deadline; reported
-            to a caller that asks why this call is late.
-        was_late: Whether a cancelled call was cancelled because its time was up.
     """
 
     _SHOWN = ("cancelled", "chain", "deadline", "depth", "expired", "name", "src")
@@ -78,15 +63,15 @@ class Call(PublicDir):
     src: int
     name: str
     deadline: Deadline
-    outgoing: dict[int, MadeCall]
+    outgoing: dict[int, MadeCall]  # the function's calls in flight, by request id
     # Most calls never set these, so class attributes save the time.
     depth: int = 0
     links: Sequence[Any] = ()  # the chain as encoded: rank, name, rank, name ...
     cancelled: bool = False
-    was_late: bool = False
-    worker: Worker | None = None
-    waiting: Wait | None = None
-    unanswered: MadeCall | None = None
+    was_late: bool = False  # whether its time was up when it was cancelled
+    worker: Worker | None = None  # None on the event loop
+    waiting: Wait | None = None  # what the function's own thread waits for, if that is a call
+    unanswered: MadeCall | None = None  # ended only after this call's deadline; for inquiries
 
     @property
     def expired(self) -> bool:
@@ -108,7 +93,7 @@ class Call(PublicDir):
         self.depth = len(chain) // 2
 
     def note_cancelled(self, expired: bool) -> None:
-        """Set ``cancelled``, and whether that is because the call's time is up."""
+        """Set ``cancelled``; ``expired`` says that the call's time is up."""
         if not self.cancelled:
             self.was_late = expired or self.deadline.expired
             self.cancelled = True

@@ -1,8 +1,8 @@
-"""Let a function that is being served wait for its calls, and find calls that wait in a cycle.
+"""Wait for calls made by functions that are being served, and find calls that wait in a cycle.
 
-Unlike a program's wait, this one is reported to ranks that ask (``ServedCalls.describe``), and
-after a while the thread checks between two slices of its wait for a cycle. Only the thread that
-runs the function checks: other threads of the user may end the function in other ways.
+Such a wait is reported to ranks that ask (``ServedCalls.describe``), and after a while the waiting
+thread checks for a cycle. Only the thread that runs the function checks: other threads of the user
+may end the function in other ways.
 
 A call *needs* other calls if one of them has to end before it can continue: the call it made, the
 call that blocks the event loop, or those that occupy all workers. It is *stuck* if everything it
@@ -47,23 +47,14 @@ class Key(NamedTuple):
 
 
 class ActiveCall(NamedTuple):
-    """What the callee reports of a call.
-
-    Attributes:
-        name: The function's name.
-        depth: How many calls it is nested in.
-        seconds: Since it arrived.
-        doing: What it does, in words that follow the name.
-        needs: The calls of which one has to end before this one continues; empty if it runs.
-        wait: Identifies the wait of its thread; 0 if it does not wait.
-    """
+    """What the callee reports of a call."""
 
     name: str
     depth: int
-    seconds: float
-    doing: str
-    needs: tuple[Key, ...] = ()
-    wait: int = 0
+    seconds: float  # since it arrived
+    doing: str  # in words that follow the name
+    needs: tuple[Key, ...] = ()  # one of these has to end before it continues; empty if it runs
+    wait: int = 0  # identifies the wait of its thread; 0 if it does not wait
 
 
 Ask = Callable[[int, Iterable[Key], Deadline], dict[Key, ActiveCall] | None]
@@ -72,19 +63,12 @@ Picture = Mapping[Key, ActiveCall | None]
 
 
 class CallCycle(NamedTuple):
-    """Calls that wait for each other.
+    """Calls that wait for each other."""
 
-    Attributes:
-        members: Each waits for the next, and the last for the first.
-        calls: The report of each member.
-        gives_up: The call whose wait is to end.
-        evidence: All waits that keep it stuck; equal evidence means the same cycle.
-    """
-
-    members: tuple[Key, ...]
+    members: tuple[Key, ...]  # each waits for the next, and the last for the first
     calls: tuple[ActiveCall, ...]
     gives_up: Key
-    evidence: frozenset[tuple[Key, int, tuple[Key, ...]]]
+    evidence: frozenset[tuple[Key, int, tuple[Key, ...]]]  # all waits that keep it stuck
 
 
 def still_to_ask(picture: Picture, start: Key) -> set[Key]:
@@ -118,11 +102,11 @@ def find_cycle(picture: Picture, start: Key) -> CallCycle | None:
 
 
 def _may_be_stuck(picture: Picture, start: Key) -> bool:
-    """Return whether ``start`` is stuck if all unknown calls are."""
     needed_by: dict[Key, list[Key]] = {}
     for key, call in picture.items():
         for need in call.needs if call is not None else ():
             needed_by.setdefault(need, []).append(key)
+    # Unknown calls count as stuck here.
     going_on = {key for key, call in picture.items() if call is None or not call.needs}
     return start not in _closure(going_on, needed_by)
 
@@ -154,11 +138,7 @@ def pack(calls: Mapping[Key, ActiveCall]) -> list[Any]:
 
 
 def unpack(value: Any, rank: int, world_size: int) -> dict[Key, ActiveCall]:
-    """Return the report of a rank on calls that it serves.
-
-    Raises:
-        InvalidMessageError: It is malformed, or names calls or ranks that are not possible.
-    """
+    """Return the report of a rank on calls that it serves; raises ``InvalidMessageError``."""
     if type(value) is not list or len(value) > _MAX_CALLS:
         raise InvalidMessageError(f"a report of calls is not a list of up to {_MAX_CALLS} calls")
     told = dict(map(_unpack_one, value))
@@ -231,8 +211,7 @@ class NestedWaits:
     ) -> bool:
         """Wait until fewer than ``limit`` calls to a rank are in flight; False if it is late.
 
-        Raises:
-            CircularCallError: The calls in flight wait for this one.
+        Raises ``CircularCallError`` if the calls in flight wait for this one.
         """
         if call is None or not self._server.is_run_here(call):
             return port.wait_for_room(dst, limit, deadline)
@@ -269,7 +248,6 @@ class NestedWaits:
             call.waiting = before
 
     def _check(self, start: Key, deadline: Deadline) -> CallCycle | None:
-        """Ask ranks until it is known whether a call is stuck; return the cycle if it is."""
         limit = deadline.sooner(_CHECK_LIMIT)
         picture: dict[Key, ActiveCall | None] = {}
         while (missing := still_to_ask(picture, start)) and len(picture) < _MOST_CALLS:

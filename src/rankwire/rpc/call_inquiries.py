@@ -1,7 +1,6 @@
 """Ask a rank what became of calls that it serves, and answer such inquiries.
 
-The polling thread of the callee answers, whatever its functions do. Calls of which nothing is known
-for certain count as making progress (``call_cycles``).
+The polling thread of the callee answers, whatever its functions do.
 """
 
 from __future__ import annotations
@@ -64,11 +63,7 @@ class CallInquiries:
             return None
 
     def request(self, rank: int, name: str, arguments: tuple[Any, ...], deadline: Deadline) -> Any:
-        """Send a request that the polling thread of a rank answers, and return the answer.
-
-        Raises:
-            RankwireError: There is no answer.
-        """
+        """Send a request that the polling thread of a rank answers, and return the answer."""
         left = deadline.remaining()
         question = encode_request(self.codec, name, left, [], arguments, {})
         reply = self.port.call(rank, next(self.ids), question, deadline)
@@ -84,13 +79,8 @@ class CallInquiries:
     def explain_late(self, dst: int, request_ids: Sequence[int], limit: float) -> Explain:
         """Ask a callee once about calls whose deadline has passed.
 
-        Args:
-            dst: The callee.
-            request_ids: The calls.
-            limit: Their timeout; an inquiry takes at most a quarter of it.
-
-        Returns:
-            A function that adds the callee's answer to the error of one of these calls.
+        Return a function that adds the answer to the error of one of these calls. ``limit`` is
+        their timeout; the inquiry takes at most a quarter of it.
         """
         clock = self.backend.clock
         patience = min(_ASK_LIMIT, limit / 4)
@@ -221,14 +211,13 @@ class ActiveCalls:
         return f"{doing}: it {place}" if place else doing
 
     def _running(self) -> list[Key]:
-        """Return the calls that occupy all workers; empty if a worker may be free."""
+        # A worker may be free if fewer calls run than there are workers.
         running = [
             key for key, job in self.jobs.items() if job.depth == 0 and job.worker is not None
         ]
         return sorted(running) if len(running) >= self.workers else []
 
     def _event_loop_holder(self) -> Key | None:
-        """Return the coroutine that blocks the event loop with a call, if there is one."""
         holders = [
             key
             for key, job in self.jobs.items()

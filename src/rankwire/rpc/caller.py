@@ -1,7 +1,7 @@
-"""The calling side of an agent: send a request, wait for its reply, and give calls up.
+"""Send a request, wait for its reply, and give calls up.
 
-A call is given up when its deadline passes, when its thread is interrupted, or when the call that
-the function serves is cancelled. The callee is told each time. ``pending_futures`` ends futures.
+The caller gives a call up when its deadline passes, when its thread is interrupted, or when the
+call that the function serves is cancelled. It notifies the callee each time.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 
 
 class Caller:
-    """Makes calls. Every method is safe from any thread.
-
-    Attributes:
-        closed: Whether calls are refused. Set by the agent.
-        futures: The futures that have not ended.
-    """
+    """Makes calls. Every method is safe from any thread."""
 
     def __init__(
         self, backend: Backend, port: CallPort, codec: Codec, server: Server, *, max_in_flight: int
@@ -56,7 +51,7 @@ class Caller:
         self._codec = codec
         self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
-        self.closed = False
+        self.closed = False  # set by the agent
         self._allowance = Allowance(UNRESERVED_NBYTES)
         # The random upper half distinguishes the calls of this agent from those of any other, also
         # of an agent that this rank had before.
@@ -99,14 +94,14 @@ class Caller:
                     self._nested_waits.drive(call, made, deadline, patient=True)
                 payload = reply.wait(deadline)
             except (CircularCallError, CallCancelledError):
-                raise  # the thread that gave it up has told the callee
+                raise  # the thread that gave it up has notified the callee
             except RankwireError as error:
                 self._give_up(reply, error, dst, name)
                 raise
             except BaseException:
                 try:
                     self._take_back(reply, dst)
-                finally:
+                finally:  # safe to repeat
                     self._take_back(reply, dst)  # a second interrupt may have ended the first
                 raise
             finally:
@@ -127,11 +122,7 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RpcFuture[Any]:
-        """Start a call and return its future.
-
-        Raises:
-            RankwireError: An argument is invalid. Other errors end the future.
-        """
+        """Start a call and return its future; raises only if an argument is invalid."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
@@ -168,11 +159,6 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Message:
-        """Return an encoded request, which tells the callee that it has ``left`` seconds.
-
-        Raises:
-            RankwireError: An argument cannot be sent. The effects of hooks have been undone.
-        """
         chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
         message = encode_request(self._codec, name, left, chain, args, kwargs, dst)
         nbytes = message[1]
@@ -193,10 +179,8 @@ class Caller:
         message: Message,
         future: RpcFuture[Any] | None = None,
     ) -> Reply:
-        """Send a request, and register its future before the reply may come.
-
-        A request that had to wait is encoded again, because it says how much time is left.
-        """
+        # The future is registered before the reply may come. A request that had to wait is encoded
+        # again, because it states how much time is left.
         if self.closed or call is not None:
             self._check_may_send(call, message)
         on_reply = None if future is None else future.on_reply
@@ -257,7 +241,6 @@ class Caller:
             self._port.cancel(dst, reply.request_id, expired=expired)
 
     def _take_back(self, reply: Reply, dst: int) -> None:
-        """Withdraw a call whose caller was interrupted, and tell the callee. Safe to repeat."""
         reply.withdraw()
         self._port.cancel(dst, reply.request_id)
 
@@ -273,10 +256,7 @@ class Caller:
     ) -> bool:
         """Reserve queue space at the callee for a large call; return whether that took time.
 
-        If it did, the message has been undone, because the time left that it tells has changed.
-
-        Raises:
-            DeadlineExceededError: There was no space in time, or no answer. The call was not sent.
+        If it did, the message has been undone, because the time left that it states has changed.
         """
         nbytes = message[1]
         if call is not None or self._allowance.take(dst, request_id, nbytes):
@@ -295,18 +275,16 @@ class Caller:
         return True
 
     def _cancel_reservation(self, dst: int, request_id: int) -> None:
-        """Free what was reserved for a call that was not sent, here and at the callee."""
         self._allowance.give_back(request_id)
         self._port.cancel(dst, request_id)
 
     # -- calls of functions that are being served --------------------------------------------------
 
     def _before_waiting(self, call: Call) -> None:
-        """Let another thread poll while a function waits; raise if its call was cancelled."""
         if call.cancelled:
             raise call.cancellation()
         if call.worker is not None:
-            self._server.pool.about_to_block(call.worker)
+            self._server.pool.about_to_block(call.worker)  # another thread polls meanwhile
 
     def drive(self, future: RpcFuture[Any], reply: Reply, deadline: Deadline) -> bool:
         """Wait for the reply of a future; return False if the deadline passes first."""

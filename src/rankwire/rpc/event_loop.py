@@ -1,7 +1,6 @@
 """One event loop in one thread, for functions that are ``async def``.
 
-The first call of one starts it. asyncio is imported only then, because that takes as long as
-importing all of this package.
+The first call of one starts it and imports asyncio, which takes as long as importing this package.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ class EventLoop:
                 _end(loop)
 
     def close_in_child(self) -> None:
-        """Stop in a forked child, where a coroutine that has forked returns to the loop.
-
-        The loop shares its selector with the parent's, so it must do nothing more there.
-        """
+        """Stop in a forked child, where the loop shares its selector with the parent's."""
         self._is_in_child = True
         if self._loop is not None:
             self._loop.stop()
@@ -115,5 +111,5 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _order(task: asyncio.Task[Any]) -> tuple[int, str]:
-    """Return a key that sorts tasks by their age, as their names do: Task-9, Task-10."""
+    # By age, as their names sort: Task-9, Task-10.
     return len(task.get_name()), task.get_name()

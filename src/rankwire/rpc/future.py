@@ -1,9 +1,7 @@
-"""The future of an asynchronous call.
+"""The future of an asynchronous call, which is a ``concurrent.futures.Future`` and awaitable.
 
-It is a ``concurrent.futures.Future``, so ``wait``, ``as_completed`` and callbacks work, and it can
-be awaited. Unlike the base class, a thread that waits in ``result()`` reads the connection itself,
-and ``cancel()`` reaches the callee. An error that the program never retrieves is logged when the
-future is dropped.
+Unlike the base class, a thread that waits in ``result()`` reads the connection itself, and
+``cancel()`` reaches the callee.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ _DONE = frozenset((_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"))
 
 
 class UnretrievedError:
-    """An error that the program has not retrieved; logged when its future is dropped.
-
-    Only futures that fail have one, so dropping other futures stays fast.
-    """
+    """An error that the program has not retrieved; only futures that fail have one."""
 
     __slots__ = ("error",)
 
@@ -135,10 +130,9 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
     def _attended_condition(self, *, attends: bool = True) -> SafeCondition:
         """Return the base class's condition, and have the reply read as soon as it comes.
 
-        The first use makes it, because most futures end without, and making one takes as long as
-        encoding the call. Its lock is not shared: ``concurrent.futures.wait`` takes those of many
-        futures at once. The reply must be read early, because threads that use the condition do not
-        read the connection.
+        The first use makes it, because making one takes as long as encoding the call. Its lock is
+        not shared: ``concurrent.futures.wait`` takes those of many futures at once. Threads that
+        use the condition do not read the connection, so the reply must be read early.
         """
         if self._made is None:
             made = SafeCondition()
@@ -194,7 +188,6 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
         return True
 
     def _take_back(self) -> None:
-        """Withdraw the call and its reply. Safe to repeat."""
         self._futures.settled(self)
         if self.reply is not None:
             self.reply.withdraw()
@@ -209,10 +202,7 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
         super().add_done_callback(fn)
 
     def when_ended(self, on_end: OnEnd) -> None:
-        """Call ``on_end`` once it is done, without having its reply read early.
-
-        It must not raise, and may be called twice.
-        """
+        """Call ``on_end`` once it is done, perhaps twice. It must not raise."""
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
             self._call_on_end()
@@ -230,7 +220,6 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
             self._futures.port.attend_to(self.dst, self.reply)
 
     def _invoke_callbacks(self) -> None:
-        """Run the callbacks as part of the call that made this future."""
         token = serving.set(self.call)
         try:
             super()._invoke_callbacks()  # type: ignore[misc]
@@ -288,10 +277,7 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
             self._call_on_end()
 
     def _drive(self, timeout: float | None) -> float | None:
-        """Read the connection until the reply is there; return what is left of ``timeout``.
-
-        If another thread is about to end the future, wait for that, by the clock of the call.
-        """
+        """Read the connection until the reply is there; return what is left of ``timeout``."""
         if self.done():
             return timeout
         clock = self.deadline.clock
@@ -300,7 +286,7 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
             self._futures.drive(self, self.reply, self.deadline.sooner(limit.remaining()))
             if self.deadline.expired and not self.reply.done:
                 self._futures.expire(self)
-        if not self.done():
+        if not self.done():  # another thread is about to end it
             with self._condition:
                 left = None if timeout is None else limit.sleep_limit()
                 clock.wait_for(self._condition, self.done, left)

@@ -1,4 +1,4 @@
-"""Encode and decode requests and replies. Pure: values in, buffers out, and back.
+"""Encode and decode requests and replies.
 
 A request is the record ``[name, seconds left, chain, args, kwargs]``. The chain lists the calls
 that this one is nested in, outermost first, as rank, name, rank, name ... A reply is ``[outcome,
@@ -70,8 +70,6 @@ class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A decoded reply."""
-
     outcome: int
     details: Any
 
@@ -101,14 +99,10 @@ def encode_request(
 
 
 def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) -> Request:
-    """Return the request in a payload.
-
-    Raises:
-        InvalidMessageError: The payload is not a valid request.
-    """
+    """Return the request in a payload; raises ``InvalidMessageError``."""
     request = codec.decode(payload, _unpack_request, peer)
     if type(request) is not Request:
-        request = _request_of(request)
+        request = _request_of(request)  # large or not plain: msgspec has not checked it
     timeout, chain = request.timeout, request.chain
     if type(timeout) is float and timeout >= 0.0 and (not chain or _is_chain(chain)):  # nor NaN
         return request
@@ -116,7 +110,6 @@ def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) ->
 
 
 def _request_of(record: Any) -> Request:
-    """Return the request of a list that msgspec did not check: a large or not plain one."""
     if type(record) is list and len(record) == 5:
         name, _, chain, args, kwargs = record
         if (
@@ -186,7 +179,6 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
 
 
 def _bases_of(error: BaseException) -> list[str]:
-    """Return the names of the base classes by which an error may be caught at the caller."""
     if isinstance(error, RankwireError):
         return []
     bases = type(error).__mro__[1:]
@@ -201,10 +193,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def decode_reply(codec: Codec, payload: bytearray, dst: int, limit: float) -> Any:
-    """Return the value of a reply of ``dst``, or raise the error that it carries.
-
-    ``limit`` is the call's timeout, for an error that says it has passed.
-    """
+    """Return the value of a reply of ``dst``, or raise its error; ``limit`` is the timeout."""
     reply = codec.decode(payload, _unpack_reply, dst)
     if type(reply) is not _Reply:
         if type(reply) is not list or len(reply) != 2:

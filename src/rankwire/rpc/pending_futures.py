@@ -34,17 +34,11 @@ _CHECK_EVERY = 0.05  # seconds
 
 
 class PendingFutures:
-    """Ends the futures of one agent. Every method is safe from any thread.
-
-    Attributes:
-        pending: The futures by request id.
-        lock: Guards whether a future has a condition, and the end of one that has none. A leaf.
-        port: The calls' connections.
-        drive: Waits for the reply of a future.
-    """
+    """Ends the futures of one agent. Every method is safe from any thread."""
 
     def __init__(self, caller: Caller, allowance: Allowance, inquiries: CallInquiries) -> None:
-        self.pending: dict[int, RpcFuture[Any]] = {}
+        self.pending: dict[int, RpcFuture[Any]] = {}  # by request id
+        # Guards whether a future has a condition, and the end of one that has none. A leaf.
         self.lock = runtime.RLock()
         self.drive = caller.drive
         self._caller = caller
@@ -97,10 +91,7 @@ class PendingFutures:
             future.call.ended(future.request_id)
 
     def expire(self, future: RpcFuture[Any], explain: Explain | None = None) -> None:
-        """End a future at the call's deadline.
-
-        Without ``explain``, this asks the callee first why it is late.
-        """
+        """End a future at the deadline; without ``explain``, ask the callee why it is late."""
         if future.done():
             self.settled(future)  # the thread that ended it may have been interrupted before this
         elif future.reply is None or future.reply.withdraw():
@@ -116,10 +107,7 @@ class PendingFutures:
                 future.reply.on_done = None  # as in ``RpcFuture.on_reply``
 
     def check(self) -> bool:
-        """Have late futures ended, and read replies for which no thread waits.
-
-        The standby calls this now and then. Returns whether any future is pending.
-        """
+        """End late futures, and read replies no thread waits for; return whether any is pending."""
         if not self.pending:
             return False
         self._expire_late()

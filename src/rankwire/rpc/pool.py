@@ -123,7 +123,7 @@ class JobQueue:
             if not job.depth and self.running < self._workers and not self.waiting:
                 self.running += 1
                 return job
-            refusal = self._admit(job)
+            refusal = self._admit(job)  # None: run it; "": it waits
         if refusal is None:
             return job
         if refusal:
@@ -131,7 +131,6 @@ class JobQueue:
         return None
 
     def _admit(self, job: Job) -> str | None:
-        """Return None if a job may run, "" if it has to wait, else why not. The mutex is held."""
         if job.depth > 0:
             if self.running_nested < self._max_nested:
                 self.running_nested += 1
@@ -271,7 +270,6 @@ class Pool:
                 self._start_thread()
 
     def _find_role(self, worker: Worker) -> bool:
-        """Take a free role, or wait for one; return False if this thread should end."""
         with self._mutex:
             if self._closing:
                 return False
@@ -291,7 +289,6 @@ class Pool:
             return not self._closing
 
     def _dismiss(self) -> bool:
-        """End all threads that run nothing; return whether this is the first time."""
         with self._mutex:
             is_first = not self._closing
             self._closing = True
@@ -318,7 +315,6 @@ class Pool:
                 self._poller = None
 
     def _run(self, worker: Worker, job: Job) -> bool:
-        """Run a job; return whether the worker still has the polling role."""
         now = self._clock.now
         worker.began = begin = now()
         self._runs += 1
@@ -347,7 +343,6 @@ class Pool:
     # -- the standby -------------------------------------------------------------------------------
 
     def _stand_by(self, worker: Worker) -> None:
-        """Check the poller until this worker takes its role."""
         seen: Job | None = None
         quiet, runs = 0, -1
         while True:
@@ -370,7 +365,6 @@ class Pool:
                 quiet = min(quiet, _CHECKS_UNTIL_ASLEEP)
 
     def _sleep_between_checks(self, worker: Worker, quiet: int, seconds: float) -> bool:
-        """Sleep, longer after ``quiet`` checks; return whether another thread woke this one."""
         if quiet < _CHECKS_UNTIL_ASLEEP:
             return self._clock.acquire(worker.wakeup, True, seconds)
         with self._mutex:

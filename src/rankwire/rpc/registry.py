@@ -1,11 +1,10 @@
-"""The functions that other ranks may call, by name. Nothing else can be called.
+"""The functions that other ranks may call, by name, and the error classes that they may raise.
 
-Functions are registered one by one, or found by the program's ``resolve`` (``Resolver``). The
-methods of a registered object are functions of their own (``exposed_methods``).
+Functions are registered one by one, or found by the program's ``resolve``. The methods of a
+registered object are functions of their own.
 
-Error classes are registered too (``RemoteErrors``). A callee sends the names of an error's class
-and its bases; nothing is imported, and no constructor runs. Errors of rankwire carry no names: they
-concern the callee's own calls and peers.
+A callee sends the names of an error's class and its bases; nothing is imported, and no constructor
+runs. Errors of rankwire carry no names: they concern the callee's own calls and peers.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ Resolve = Callable[[str], Callable[..., Any] | None]
 
 
 class Function:
-    """A registered function.
-
-    Attributes:
-        is_slow: Whether another thread should poll while it runs: its last run was long.
-        copies: Whether its result is copied before it is sent.
-        owner: The name of the registered object whose method it is, or None.
-    """
+    """A registered function."""
 
     def __init__(
         self,
@@ -50,11 +43,11 @@ class Function:
         owner: str | None = None,
     ) -> None:
         self.name = name
-        self.copies = copies
-        self.owner = owner
+        self.copies = copies  # the result, before it is sent
+        self.owner = owner  # the name of the registered object whose method it is
         self.target = target
         self.is_async = is_coroutine_function(target)
-        self.is_slow = False
+        self.is_slow = False  # the last run was long: another thread should poll meanwhile
 
     @cached_property
     def takes_timeout(self) -> bool:
@@ -146,7 +139,7 @@ class ResolvedFunction(Function):
 
 
 def _body_of(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function in a bound method or partial, of which there is a new one each time."""
+    # Bound methods and partials are often new objects at each call.
     while True:
         if type(target) is MethodType:
             target = target.__func__
@@ -160,16 +153,11 @@ class Registry:
     """The registered functions by name.
 
     Safe from any thread; readers take no lock, because the table is replaced and never changed.
-
-    Attributes:
-        functions: The table.
-        errors: The error classes that other ranks may raise here.
-        own: Quick requests of agents to each other, by names that no function can have. The polling
-            thread runs them.
     """
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
+        # Quick requests between agents, by names that no function can have.
         self.own: dict[str, Callable[[], None]] = {}
         self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
@@ -184,10 +172,7 @@ class Registry:
         self._add({name: target}, replace=replace, copies=copies)
 
     def add_object(self, name: str, thing: object, *, replace: bool, copies: bool = False) -> None:
-        """Register the public methods of an object as ``name.method``: all of them, or none.
-
-        With ``replace``, methods of the former object of that name are removed.
-        """
+        """Register all public methods of an object as ``name.method``, or none of them."""
         methods = exposed_methods(thing)
         if not methods:
             raise ConfigurationError(
@@ -242,11 +227,7 @@ class Registry:
         return sorted(self.functions)
 
     def name_of(self, function: str | Callable[..., Any]) -> str:
-        """Return the name of a function registered here; a name is returned as it is.
-
-        Raises:
-            ConfigurationError: The function is not registered here.
-        """
+        """Return the name of a function registered here, or raise ``ConfigurationError``."""
         if isinstance(function, str):
             return function
         for entry in self.functions.values():
@@ -258,10 +239,7 @@ class Registry:
         )
 
     def check_timeout(self, name: str) -> None:
-        """Raise ``ConfigurationError`` if ``timeout=`` may have been meant for the function.
-
-        Only functions registered here are checked.
-        """
+        """Raise ``ConfigurationError`` if ``timeout=`` may be meant for the function."""
         function = self.functions.get(name)
         if function is not None and function.takes_timeout:
             raise ConfigurationError(
@@ -319,12 +297,7 @@ class RemoteErrors:
         self._kinds: dict[str, type[Exception]] = dict(_BUILTINS)
 
     def add(self, kind: type[Exception], name: str | None) -> None:
-        """Register an exception class. Idempotent.
-
-        Raises:
-            ConfigurationError: It is not an exception class, or one that other ranks must not
-                raise, or its name is taken.
-        """
+        """Register an exception class, or raise ``ConfigurationError``. Idempotent."""
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise ConfigurationError(f"only a class of exceptions can be registered, not {kind!r}")
         name = class_name(kind) if name is None else name
@@ -350,11 +323,10 @@ class RemoteErrors:
 
 
 def _made(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> RemoteError:
-    """Make a remote error that is also an instance of a class, without calling its constructor."""
     made = _classes.get(kind)
     if made is None:
         made = _classes[kind] = _new_class(kind)
-    error = made.__new__(made)
+    error = made.__new__(made)  # without the constructor of the class
     error.args = args
     error.__dict__.update(state)
     return error
@@ -382,8 +354,7 @@ def _new_class(kind: type[Exception]) -> type[RemoteError]:
 
 
 def _new(cls: type[RemoteError], *_: Any, **__: Any) -> Any:
-    """Make an instance without arguments, which ``OSError`` would interpret."""
-    base: Any = cls
+    base: Any = cls  # without arguments, which ``OSError`` would interpret
     while base.__module__ != "builtins":
         base = base.__base__
     return base.__new__(cls)

@@ -15,9 +15,8 @@ the caller cancels or is gone   nothing                          cancelled
 the agent closes                ``ChannelClosedError``           cancelled
 ==============================  ===============================  ==============
 
-The result of a future that cannot be cancelled is dropped. The thread that ends a future sends what
-the connection takes at once. The standby checks for deadlines, and for futures whose callback was
-interrupted.
+The result of a future that cannot be cancelled is dropped. The standby checks for deadlines, and
+for futures whose callback was interrupted.
 
 Locks: ``Replies._lock`` guards the kept replies; nothing is sent under it. ``DeferredReply._turn``
 is tried by threads that answer, and kept once one has answered.
@@ -161,10 +160,7 @@ class Replies:
     def send(
         self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
-        """Send a reply; this may wait for the caller.
-
-        With ``hold``, it may be sent together with replies that follow at once.
-        """
+        """Send a reply; this may wait for the caller. With ``hold``, it may leave with the next."""
         left = deadline.remaining()
         if left <= 0.0 or not call.is_wanted:
             self.discard(message)
@@ -179,10 +175,7 @@ class Replies:
             self._not_sent(call, message, error)
 
     def send_at_once(self, call: IncomingCall, message: Message) -> None:
-        """Send a reply from a thread that must not wait for one caller: poller or event loop.
-
-        If the connection does not take it now, a serving thread sends it later, in order.
-        """
+        """Send a reply without waiting, or have a serving thread send it later, in order."""
         with self._lock:
             must_wait = call.origin in self._kept
         try:
@@ -209,7 +202,6 @@ class Replies:
             self.discard(message)
 
     def _keep(self, call: IncomingCall, message: Message) -> None:
-        """Have a serving thread send a reply; drop it if too many are kept for its caller."""
         assert call.origin is not OWN  # calls to oneself never wait
         nbytes = message[1] + _OVERHEAD_NBYTES
         with self._lock:

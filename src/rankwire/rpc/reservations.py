@@ -84,15 +84,10 @@ class Allowance:
 
 
 class Reservations:
-    """The queue space of a callee for large calls that wait for a worker. Safe from any thread.
-
-    Args:
-        limit: Bytes of granted calls. One call of any size is always granted.
-        max_requests: How many requests may wait to be granted.
-    """
+    """The queue space of a callee for large calls that wait for a worker. Safe from any thread."""
 
     def __init__(self, limit: float, max_requests: int) -> None:
-        self._limit = limit
+        self._limit = limit  # bytes of granted calls; one call of any size is always granted
         self._max_requests = max_requests
         self._lock = runtime.Lock()
         self._requested: dict[_Key, _Reservation] = {}  # in order of arrival

@@ -1,8 +1,7 @@
 """One call in service, from the request that arrived to its one reply.
 
-A serving thread runs it, or the event loop if its function is an ``async def``. If that returns a
-future, the reply waits for it without a thread (``replies``). No function can harm the
-thread that runs it, by any exception, ``SystemExit`` included, or by an oversized or unsendable
+A serving thread runs it, or the event loop if its function is an ``async def``. No function can
+harm that thread, by any exception, ``SystemExit`` included, or by an oversized or unsendable
 result.
 """
 
@@ -37,17 +36,10 @@ _SMALL_REPLY = 65536
 
 
 class ServedCall(Call):
-    """An accepted call, which is one of ``server.active``; a ``pool.Job``.
+    """An accepted call, which is one of ``server.active``; a ``pool.Job``."""
 
-    Attributes:
-        incoming: The request as it arrived.
-        function: The function to run.
-        task: The task that runs it on the event loop.
-        deferred: Its reply, if the function has returned a future.
-    """
-
-    task: Task[None] | None = None
-    deferred: DeferredReply | None = None
+    task: Task[None] | None = None  # runs it on the event loop
+    deferred: DeferredReply | None = None  # if the function has returned a future
     _holds_space = False
 
     def __init__(
@@ -135,7 +127,6 @@ class ServedCall(Call):
         self._answer_at_once(refusal)
 
     def _defer(self, future: Future[Any]) -> Message | None:
-        """Have the reply sent when a future is done; return it if that is so now."""
         self._request = None  # free the arguments
         self.incoming.payload = bytearray()
         try:
@@ -147,10 +138,7 @@ class ServedCall(Call):
         return None
 
     def answer_deferred(self, future: Future[Any]) -> None:
-        """Reply with the outcome of a future, or that it was cut short if it is not done.
-
-        Does not wait for the caller.
-        """
+        """Reply with the outcome of a future, or that it was cut short, without waiting."""
         if future.done():
             message = self._outcome_of(future)
         else:
@@ -187,7 +175,7 @@ class ServedCall(Call):
         self._server.active.pop((self.src, self.incoming.request_id), None)
 
     def release_space(self) -> None:
-        """Free its queue space: a worker has it, or its caller does not want it. Idempotent."""
+        """Free its queue space. Idempotent."""
         if self._holds_space:
             self._holds_space = False
             self._server.reservations.release(self.src, self.incoming.request_id)
@@ -243,10 +231,7 @@ class ServedCall(Call):
             self.function.is_slow = False
 
     def cancel(self, *, expired: bool = False) -> None:
-        """Set ``cancelled`` and cancel the task; ``expired`` if the call's time is up.
-
-        ``cancel_pending`` ends what the function waits for, which may take longer.
-        """
+        """Set ``cancelled`` and cancel the task; ``cancel_pending`` may take longer."""
         self.note_cancelled(expired)
         if self._holds_space:  # it has not begun: free the arguments
             self._request = None
@@ -257,7 +242,7 @@ class ServedCall(Call):
                 self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
     def cancel_pending(self) -> None:
-        """Cancel what a cancelled call waits for: the future it returned, and the calls it made."""
+        """Cancel the future that the function returned, and the calls it made."""
         if self.deferred is not None:
             self.deferred.give_up()
         self.give_up_nested()

@@ -1,8 +1,7 @@
 """The serving side of an agent: requests become calls in service, or are refused at once.
 
-``pool`` has the threads, ``served_call`` one call, ``replies`` the replies. Other ranks may ask
-what became of their calls (``INQUIRY``); the polling thread answers at once, whatever the functions
-do.
+Other ranks may ask what became of their calls (``INQUIRY``); the polling thread answers at once,
+whatever the functions do.
 """
 
 from __future__ import annotations
@@ -53,18 +52,7 @@ MAX_DEPTH = 32  # of nested calls
 
 
 class Server:
-    """Serves the functions of a registry to other ranks and to this one.
-
-    Attributes:
-        active: The calls in service, by rank and request id.
-        registry: The functions, and the error classes of other ranks.
-        pool: The threads that run them.
-        replies: Encodes and sends replies.
-        reservations: Queue space for large calls.
-        event_loop: Runs ``async def`` functions.
-        is_stopping: Whether running calls are being cancelled.
-        clock: The backend's clock.
-    """
+    """Serves the functions of a registry to other ranks and to this one."""
 
     def __init__(
         self,
@@ -84,7 +72,7 @@ class Server:
         self.registry = registry
         self._codec = codec
         self._draining = False
-        self.is_stopping = False
+        self.is_stopping = False  # running calls are being cancelled
 
         def check() -> bool:
             return self.replies.deferred.check() | on_check()
@@ -160,7 +148,6 @@ class Server:
     def _answer_or_resolve(
         self, call: IncomingCall, request: Request, function: Function | None
     ) -> tuple[Function | None, Message | None]:
-        """Return the function of a name that is not registered, or what to reply at once."""
         if function is None and request.name == INQUIRY:
             return None, self._answer_inquiry(request)
         if self._draining:
@@ -174,7 +161,6 @@ class Server:
         return self._resolve(request.name)
 
     def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
-        """Return the function of a name that is not registered, or the reply that there is none."""
         try:
             function = self.registry.resolve(name)
         except FunctionNotFoundError as error:
@@ -209,7 +195,6 @@ class Server:
             self.reservations.release(call.src, call.request_id)
 
     def _reserve(self, call: IncomingCall, request: Request) -> Message | None:
-        """Reserve space for a large call of a caller; return a refusal if that is not possible."""
         try:
             request_id, nbytes = unpack_reservation(request.args, self._backend.max_message_nbytes)
         except InvalidMessageError as error:
@@ -294,11 +279,8 @@ class Server:
     def stop(self, patience: float | None = None, *, quietly: bool = False) -> None:
         """Stop all threads; a thread inside a user's function ends when that returns.
 
-        Args:
-            patience: Seconds to wait for the event loop, and for the other threads; None is the
-                default.
-            quietly: Whether to log functions that still run at debug level: they had no time to
-                end.
+        ``patience`` is for the event loop, and again for the other threads. With ``quietly``,
+        functions that still run are logged at debug level: they had no time to end.
         """
         self.end(patience)
         if not self.pool.close(Deadline.of(patience, _STOP_PATIENCE, self.clock)):
@@ -321,7 +303,7 @@ class _Errand:
         self._do = do
 
     def run(self, worker: Worker | None) -> None:
-        """Run it; log what it raises."""
+        """Run it, and log its exceptions."""
         try:
             self._do()
         except BaseException:  # a user's callback may raise anything

@@ -1,8 +1,8 @@
 """Wait until an agent is told to stop serving: ``RpcAgent.serve`` and ``RpcAgent.stop``.
 
-Being told to stop is permanent, and may come before serving. It arrives as a request by the name
-``STOP``, which the polling thread answers at once, whatever the functions do. The signal handler
-only sets a flag, because it may run while the main thread holds the lock of the event.
+A stop is permanent, and may come before serving. It arrives as a request by the name ``STOP``,
+which the polling thread answers at once. The signal handler only sets a flag, because it may run
+while the main thread holds the lock of the event.
 """
 
 from __future__ import annotations
@@ -24,17 +24,13 @@ _CHECK_EVERY = 0.1  # seconds, to notice other ranks and signals; a stop wakes a
 
 
 class StopSignal:
-    """Whether an agent is to stop serving. Every method is safe from any thread.
-
-    Attributes:
-        is_asked: Whether the launcher has asked this rank to end.
-    """
+    """Whether an agent is to stop serving. Every method is safe from any thread."""
 
     def __init__(self, backend: Backend, is_closed: Callable[[], bool]) -> None:
         self._backend = backend
         self._is_closed = is_closed
         self._told = runtime.Event()
-        self.is_asked = False
+        self.is_asked = False  # by the launcher
         self._alone: Deadline | None = None  # for lost ranks to return
 
     @property
@@ -43,18 +39,13 @@ class StopSignal:
         return self.is_asked or self._told.is_set()
 
     def tell(self) -> None:
-        """Tell it to stop, permanently."""
+        """Stop serving, permanently."""
         self._told.set()
 
     def wait(self, deadline: Deadline, watched: int | None) -> bool:
         """Wait until serving ends; return False if the deadline passes first.
 
-        Args:
-            deadline: How long to wait.
-            watched: A rank whose end ends serving, or None.
-
-        Raises:
-            RankwireError: That rank, or every other rank, is lost.
+        The end of the rank ``watched`` ends serving. Raises if that rank, or every other, is lost.
         """
         with self._sigterm_noted():
             while not self._is_over(watched):
@@ -82,7 +73,6 @@ class StopSignal:
         return self._all_have_left([each for each in failures.values() if each is not None])
 
     def _all_have_left(self, failures: Iterable[RankwireError]) -> bool:
-        """Return True if all others left in good order; raise if one is lost and none returns."""
         backend = self._backend
         lost = [each for each in failures if not isinstance(each, ChannelClosedError)]
         if not lost:
@@ -96,7 +86,7 @@ class StopSignal:
 
     @contextmanager
     def _sigterm_noted(self) -> Iterator[None]:
-        """Treat SIGTERM as a stop, in the main thread, unless the program handles it."""
+        # Unless the program handles it itself.
         is_main = runtime.current_thread() is runtime.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
