@@ -196,17 +196,17 @@ def test_contexts_and_their_messages_are_kept_up_to_a_limit_for_each_rank(monkey
 
 def test_contexts_that_their_maker_does_not_know_end_with_the_rank_that_has_called_in_them():
     def check(rank):
-        joined = autograd._here()
+        engine = autograd._here()
         if rank == 0:
-            mine = joined.contexts.make()
+            mine = engine.contexts.make()
             forged = [(maker << COUNTER_BITS) + 5 for maker in (2, 99)]
             for number in forged:
-                joined.contexts.meet(number, 1)
-            joined.engine._lost(PeerLostError(1, "killed"))
-            eventually(lambda: joined.contexts.all() == [mine])
-            assert all(joined.contexts.meet(number, 2) is None for number in forged)
-            joined.contexts.end(mine.id)
-            assert joined.contexts.meet(mine.id, 2) is None
+                engine.contexts.meet(number, 1)
+            engine._lost(PeerLostError(1, "killed"))
+            eventually(lambda: engine.contexts.all() == [mine])
+            assert all(engine.contexts.meet(number, 2) is None for number in forged)
+            engine.contexts.end(mine.id)
+            assert engine.contexts.meet(mine.id, 2) is None
         rpc._all_gather(None)
 
     run_workers(3, check, allow=ALLOW)

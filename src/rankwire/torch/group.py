@@ -40,13 +40,7 @@ from rankwire.torch.group_operations import (
     options_of,
 )
 from rankwire.torch.torch_rendezvous import form_world, register_launchers, take_formed
-from rankwire.torch.work_handles import (
-    MessageWork,
-    OperationWork,
-    as_torch,
-    seconds_of,
-    translated,
-)
+from rankwire.torch.work_handles import MessageWork, OperationWork, as_torch, seconds_of, translated
 
 Tensors = Sequence[torch.Tensor]
 

@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 
 from rankwire.rpc.agent import RpcAgent
-from rankwire.torch.rpc.autograd_contexts import (
-    CONTEXT,
-    COUNTER_BITS,
-    MAX_COUNT,
-    Context,
-    Contexts,
-)
+from rankwire.torch.rpc.autograd_contexts import CONTEXT, COUNTER_BITS, MAX_COUNT, Context, Contexts
 from rankwire.torch.rpc.autograd_engine import Engine
 from rankwire.torch.rpc.autograd_tracking import Tracking
 from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
@@ -33,20 +27,7 @@ from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
 _NO_CONTEXT = -1  # torch's value
 
 
-class _Joined:
-    """The state between ``init_rpc`` and ``shutdown``."""
-
-    def __init__(
-        self, agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
-    ) -> None:
-        self.contexts = Contexts(agent.rank)
-        self.engine = Engine(agent, self.contexts, time_limit)
-        tracking = Tracking(self.contexts, run)
-        tracking.register(agent.codec)
-        register(agent, CALL_IN_CONTEXT, tracking.serve)
-
-
-_joined: _Joined | None = None
+_engine: Engine | None = None  # between ``init_rpc`` and ``shutdown``
 
 
 def attach(
@@ -56,24 +37,28 @@ def attach(
 
     ``run(name, args, kwargs)`` serves a call; ``time_limit()`` is RPC's timeout, 0 for none.
     """
-    global _joined
-    _joined = _Joined(agent, run, time_limit)
+    global _engine
+    contexts = Contexts(agent.rank)
+    _engine = Engine(agent, contexts, time_limit)
+    tracking = Tracking(contexts, run)
+    tracking.register(agent.codec)
+    register(agent, CALL_IN_CONTEXT, tracking.serve)
 
 
 def detach() -> None:
     """Cancel passes and forget contexts. Safe to repeat."""
-    global _joined
-    if _joined is not None:
-        _joined.engine.close()
-        _joined = None
+    global _engine
+    if _engine is not None:
+        _engine.close()
+        _engine = None
 
 
-def _here() -> _Joined:
-    if _joined is None:
+def _here() -> Engine:
+    if _engine is None:
         raise RuntimeError(
             "RPC has not been initialized, or was shut down. Call rpc.init_rpc first."
         )
-    return _joined
+    return _engine
 
 
 # -- what users call -------------------------------------------------------------------------------
@@ -119,10 +104,10 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
             "backward(): incompatible function arguments: it takes the id of a context and a "
             f"list of tensors, not {context_id!r} and {type(roots).__name__}"
         )
-    joined = _here()
-    found = joined.contexts.find(context_id)
+    engine = _here()
+    found = engine.contexts.find(context_id)
     _check_roots(roots)
-    joined.engine.backward(found, list(roots), retain_graph=retain_graph)
+    engine.backward(found, list(roots), retain_graph=retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -172,8 +157,8 @@ def _release_context(context_id: int) -> None:
     current = CONTEXT.get()
     if current is not None and current.id == context_id:
         CONTEXT.set(None)
-    if _joined is not None:  # else RPC was shut down inside the block
-        _joined.engine.end(context_id)
+    if _engine is not None:  # else RPC was shut down inside the block
+        _engine.end(context_id)
 
 
 def _current_context() -> Context:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -38,7 +38,8 @@ class Engine:
         self, agent: RpcAgent, contexts: Contexts, time_limit: Callable[[], float]
     ) -> None:
         self._agent = agent
-        self._contexts = contexts
+        self.rank = agent.rank
+        self.contexts = contexts
         self._time_limit = time_limit
         self._numbers = itertools.count()
         self._threads: dict[runtime.Thread, None] = {}
@@ -57,7 +58,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all passes, and forget all contexts."""
         self._unwatch()
-        for context in self._contexts.all():
+        for context in self.contexts.all():
             self._drop(context, RuntimeError("RPC was shut down during a backward pass"))
         for thread in list(self._threads):  # they end, unless a user's function hangs
             self._agent.backend.clock.join(thread, _GRACE)
@@ -66,24 +67,24 @@ class Engine:
 
     def end(self, number: int) -> None:
         """End a context here and on all ranks that know it from here."""
-        context = self._contexts.get(number)
+        context = self.contexts.get(number)
         if context is not None:
             self._drop(context, RuntimeError(f"autograd context {number} has ended"))
-            for peer in tuple(context.peers - {self._agent.rank}):
-                self._tell(peer, END, number)
+            for peer in tuple(context.peers - {self.rank}):
+                self.notify(peer, END, number)
 
     def _drop(self, context: Context, reason: Exception) -> None:
-        self._contexts.end(context.id)
+        self.contexts.end(context.id)
         for part in list(context.passes.values()):
             part.fail(reason)
 
     def _lost(self, error: PeerLostError) -> None:
-        for context in self._contexts.lose(error.peer):
+        for context in self.contexts.lose(error.peer):
             if context.maker == error.peer:
                 self._drop(context, error)
             elif context.maker != self.rank and context.maker not in context.callers:
                 self._ask_for_end(context)
-        for context in self._contexts.all():
+        for context in self.contexts.all():
             for number, part in list(context.passes.items()):
                 if number >> COUNTER_BITS == error.peer:
                     part.fail(error)
@@ -111,14 +112,14 @@ class Engine:
     def backward(self, context: Context, roots: Sequence[Tensor], *, retain_graph: bool) -> None:
         """Conduct a pass until it ends on all ranks; raise an error that names the failed rank."""
         deadline = Deadline(self._time_limit() or math.inf, self._agent.backend.clock)
-        number = (self._agent.rank << COUNTER_BITS) + next(self._numbers)
+        number = (self.rank << COUNTER_BITS) + next(self._numbers)
         own = self._open(context, number, deadline, roots)
         conducted = _Conducted(self, context.id, number, own)
         try:
             conducted.reach(deadline)
             conducted.run(deadline, retain_graph=retain_graph)
         except BaseException as error:
-            conducted.fail(self._agent.rank, error)
+            conducted.fail(self.rank, error)
             conducted.end(is_interrupt=not isinstance(error, Exception))
             raise conducted.explained(error) from error
         finally:
@@ -127,10 +128,10 @@ class Engine:
     def _open(
         self, context: Context, number: int, deadline: Deadline, roots: Sequence[Tensor] = ()
     ) -> LocalPass:
-        def deliver(peer: int, message: int, gradients: Gradients) -> Future[None]:
-            if peer == self._agent.rank:
+        def deliver(peer: int, message: int, gradients: Gradients) -> Future[None] | None:
+            if peer == self.rank:
                 part.arrive(message, gradients)
-                return _done()
+                return None
             return self.call(peer, deadline, ARRIVE, context.id, number, message, list(gradients))
 
         context.passes[number] = part = LocalPass(context, deliver, roots)
@@ -142,30 +143,20 @@ class Engine:
         called.disregard()  # only the first failure of a pass is raised
         return called
 
-    def _tell(self, rank: int, name: str, *args: Any) -> None:
+    def notify(self, rank: int, name: str, *args: Any) -> None:
         """Call a verb on a rank that may be lost, and ignore the outcome."""
         self._agent.rpc_async(rank, name, *args).disregard()
-
-    def fail(self, ranks: Iterable[int], context: int, number: int, reason: str) -> None:
-        """Notify ranks that a pass has failed."""
-        for rank in ranks:
-            self._tell(rank, FAIL, context, number, reason)
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._agent.rank
 
     # -- serving -----------------------------------------------------------------------------------
 
     def _serve_end(self, number: int) -> None:
         src = sender()
-        context = self._contexts.get(number)
+        context = self.contexts.get(number)
         if context is None:
             if type(number) is not int or number.bit_length() > 64:
                 raise ValueError("the id of a context has 64 bits")
             # The call that introduces the context may still be on its way.
-            self._contexts.end_for(number, src)
+            self.contexts.end_for(number, src)
             return
         if src != context.maker and (context.maker == self.rank or src not in context.callers):
             raise PermissionError(f"rank {src} cannot end a context of rank {context.maker}")
@@ -174,12 +165,12 @@ class Engine:
     def _serve_adopt(self, number: int) -> bool:
         if number >> COUNTER_BITS != self.rank:
             raise PermissionError(f"rank {self.rank} did not make context {number}")
-        context = self._contexts.get(number)
+        context = self.contexts.get(number)
         return context is not None and context.enlist(sender())
 
     def _serve_reach(self, context_id: int, number: int, messages: list[int]) -> list[Any]:
         _check_conductor(number)
-        context = self._contexts.find(context_id)
+        context = self.contexts.find(context_id)
         part = context.passes.get(number)
         if part is None:
             if len(context.passes) >= _MOST_PASSES:
@@ -191,7 +182,7 @@ class Engine:
 
     def _serve_run(self, context_id: int, number: int, retain_graph: bool) -> Future[None]:
         _check_conductor(number)
-        context = self._contexts.find(context_id)
+        context = self.contexts.find(context_id)
         part = context.passes[number]
         over: Future[None] = Future()
         over.add_done_callback(
@@ -218,7 +209,7 @@ class Engine:
     def _serve_arrive(
         self, context_id: int, number: int, message: int, gradients: list[Tensor | None]
     ) -> None:
-        context = self._contexts.find(context_id)
+        context = self.contexts.find(context_id)
         if (src := sender()) != context.message(message)[0]:
             raise PermissionError(f"message {message} was not for rank {src}")
         part = context.passes.get(number)
@@ -227,7 +218,7 @@ class Engine:
 
     def _serve_fail(self, context_id: int, number: int, reason: str) -> None:
         _check_conductor(number)
-        context = self._contexts.get(context_id)
+        context = self.contexts.get(context_id)
         part = context.passes.pop(number, None) if context else None
         if part is not None:
             part.fail(RuntimeError(reason))
@@ -287,7 +278,8 @@ class _Conducted:
             self._failure = rank, error
         self._own.fail(error)
         reason = f"the backward pass failed on rank {rank}: {error}"
-        self._engine.fail(self._ranks - {rank}, self._context, self._number, reason)
+        for other in self._ranks - {rank}:
+            self._engine.notify(other, FAIL, self._context, self._number, reason)
 
     def end(self, *, is_interrupt: bool) -> None:
         for part in self._parts.values():
@@ -310,9 +302,3 @@ class _Conducted:
 def _check_conductor(number: int) -> None:
     if (src := sender()) != number >> COUNTER_BITS:
         raise PermissionError(f"rank {src} does not conduct this backward pass")
-
-
-def _done() -> Future[None]:
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done

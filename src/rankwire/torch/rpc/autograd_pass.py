@@ -31,7 +31,7 @@ from rankwire.torch.rpc.autograd_tracking import ANCHOR, Received
 
 Gradients = Sequence[Tensor | None]
 # Sends the gradients of a message's tensors to its sender: ``deliver(sender, number, gradients)``.
-Deliver = Callable[[int, int, Gradients], Future[None]]
+Deliver = Callable[[int, int, Gradients], Future[None] | None]
 
 _LEAF = torch._C._functions.AccumulateGrad
 _WAITS = 0  # the sequence number of waiting nodes
@@ -155,7 +155,9 @@ class LocalPass:
 
     def leave(self, peer: int, number: int, gradients: Gradients) -> None:
         """Send the gradients of a message back to its sender."""
-        self._deliveries.append(self._deliver(peer, number, gradients))
+        delivery = self._deliver(peer, number, gradients)
+        if delivery is not None:  # to another rank
+            self._deliveries.append(delivery)
 
     # -- what other ranks have to say --------------------------------------------------------------
 

@@ -12,19 +12,13 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwire import runtime
 from rankwire.clock import Clock
-from rankwire.errors import (
-    DeadlineExceededError,
-    RankwireError,
-    RemoteError,
-    UnsupportedTypeError,
-)
+from rankwire.errors import DeadlineExceededError, RankwireError, RemoteError, UnsupportedTypeError
 from rankwire.override import override
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule
@@ -43,15 +37,6 @@ _FEW_ASIDE = 64  # above this, calls that have ended are dropped now and then
 
 class UnsendableError(RuntimeError, TypeError):
     """An argument or result has a type that cannot be sent."""
-
-
-@cache
-def _builtin_errors() -> dict[str, type[Exception]]:
-    return {
-        name: cls
-        for name, cls in vars(builtins).items()
-        if isinstance(cls, type) and issubclass(cls, Exception) and name not in _NOT_RAISED
-    }
 
 
 def translated(error: Exception, session: Session, rank: int, limit: float) -> Exception:
@@ -91,15 +76,13 @@ def _remade(error: RemoteError, session: Session, rank: int) -> Exception:
 
 
 def _class_of(name: str, rule: NamingRule) -> type[Exception] | None:
-    if name in _builtin_errors():
-        return _builtin_errors()[name]
     module, dot, qualname = name.rpartition(".")
-    found: Any = None
-    if dot:
-        try:
-            found = rule.find(f"{module}:{qualname}")
-        except NameRefusedError:
-            return None
+    try:
+        found = rule.find(f"{module}:{qualname}") if dot else vars(builtins).get(name)
+    except NameRefusedError:
+        return None
+    if name in _NOT_RAISED:
+        return None
     return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 

@@ -26,7 +26,12 @@ from rankwire.torch.rpc.listed_functions import (
     make_layer,
     torch_checks,
 )
-from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, constructors_of
+from rankwire.torch.rpc.naming_rule import (
+    NameRefusedError,
+    NamingRule,
+    constructors_of,
+    member_of,
+)
 
 _DUNDERS = frozenset(
     (
@@ -112,7 +117,9 @@ def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any
     check = None if is_open else _required_check(rule, value, owner, sought, name)
     defined = raw if sought == name else _defined(cls, name)[1]
     bound = _callable(defined.__get__(value, cls), name)
-    return bound if check is None else partial(_checked, check, value, bound)
+    if check is None:
+        return bound
+    return partial(_run, lambda args, kwargs: check((value, *args), kwargs), bound)
 
 
 def _callable(found: Any, name: str) -> Callable[..., Any]:
@@ -134,19 +141,11 @@ def _required_check(rule: NamingRule, value: Any, owner: type, sought: str, name
     return check
 
 
-def _checked(
-    check: Check, value: Any, method: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    check((value, *args), kwargs)
-    return method(*args, **kwargs)
-
-
 def _defined(cls: type, name: str) -> tuple[type, Any]:
-    for owner in type.__dict__["__mro__"].__get__(cls):
-        raw = vars(owner).get(name)
-        if raw is not None:
-            return owner, raw
-    raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+    owner, raw = member_of({}, cls, name)
+    if owner is None or raw is None:
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+    return owner, raw
 
 
 def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:

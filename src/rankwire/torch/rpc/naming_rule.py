@@ -140,7 +140,7 @@ class NamingRule:
         steps = []
         for depth, key in enumerate(path):
             self._check_key(name, key)
-            owner_of_key, raw = _member(place, owner, key)
+            owner_of_key, raw = member_of(place, owner, key)
             if raw is None:
                 raise NameRefusedError(
                     f"there is no {name!r} here. Like torch, whose RPC pickler does not serialize "
@@ -273,7 +273,7 @@ def _is_another(module: str, qualname: str, function: Any) -> bool:
     place: Any = vars(sys.modules.get(module, object))
     owner, found = None, None
     for key in qualname.split("."):
-        owner, found = _member(place, owner, key)
+        owner, found = member_of(place, owner, key)
         found = _unwrapped(found, owner)
         if not isinstance(found, type):
             break
@@ -284,8 +284,8 @@ def _is_another(module: str, qualname: str, function: Any) -> bool:
 
 def constructors_of(cls: type) -> list[type]:
     """Return the classes whose code runs when an object of a class is created."""
-    found = [_member({}, cls, key)[0] for key in ("__new__", "__init__")]
-    found.append(_member({}, type(cls), "__call__")[0])
+    found = [member_of({}, cls, key)[0] for key in ("__new__", "__init__")]
+    found.append(member_of({}, type(cls), "__call__")[0])
     if found[0] in _IDLE_NEW:
         del found[0]
     return [owner for owner in found if owner is not None]
@@ -312,7 +312,7 @@ def _parts(name: str) -> tuple[str, list[str]]:
     return _canonical(module_name) or "", qualname.split(".")
 
 
-def _member(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[type | None, Any]:
+def member_of(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[type | None, Any]:
     """Return the class that defines a key, if it is looked up in a class, and its value there."""
     if owner is None:
         return None, place.get(key)

@@ -18,11 +18,7 @@ from typing import Any
 from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
-from rankwire.errors import (
-    FunctionNotFoundError,
-    OverloadedError,
-    PeerLostError,
-)
+from rankwire.errors import FunctionNotFoundError, OverloadedError, PeerLostError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
@@ -41,37 +37,22 @@ _MAX_NAME = 128
 _NAME = re.compile(r"[\w:-]+", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class WorkerInfo:
     """A worker: its rank and its name of letters, digits, ``_``, ``:`` and ``-``. Immutable."""
-
-    __slots__ = ("id", "name")
 
     name: str
     id: int
 
-    def __init__(self, name: str, id: int) -> None:
+    def __post_init__(self) -> None:
+        name = self.name
         if not isinstance(name, str) or not name:
             raise RuntimeError("Worker name must be non-empty text.")
         if len(name) >= _MAX_NAME:
             raise RuntimeError(f"Worker name must be shorter than {_MAX_NAME}, not {len(name)}.")
         if not _NAME.fullmatch(name):
             raise RuntimeError(f"Worker name must match ^[A-Za-z0-9-_:]*$, but got {name!r}")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "id", int(id))
-
-    def __setattr__(self, attribute: str, value: object) -> None:
-        raise AttributeError("a WorkerInfo cannot be changed")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WorkerInfo):
-            return NotImplemented
-        return self.id == other.id and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.id))
-
-    def __reduce__(self) -> Any:
-        return WorkerInfo, (self.name, self.id)
+        object.__setattr__(self, "id", int(self.id))
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
@@ -163,24 +144,16 @@ class Session:
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> Any:
         """Call a name on a rank and return the result."""
-        context = CONTEXT.get()
-        if context is not None and context.enlist(rank):
-            args = (TrackedCall(context, name, list(args), dict(kwargs)),)
-            name, kwargs = CALL_IN_CONTEXT, {}
-        elif "timeout" in kwargs:  # the name of the agent's own argument
-            name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
+        if CONTEXT.get() is not None or "timeout" in kwargs:
+            name, args, kwargs = _wrapped(rank, name, args, kwargs)
         return self.agent.rpc_sync(rank, name, *args, timeout=limit, **kwargs)
 
     def start(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> RpcFuture[Any]:
         """Start a call of a name on a rank and return its future; raise only if encoding fails."""
-        context = CONTEXT.get()
-        if context is not None and context.enlist(rank):
-            args = (TrackedCall(context, name, list(args), dict(kwargs)),)
-            name, kwargs = CALL_IN_CONTEXT, {}
-        elif "timeout" in kwargs:
-            name, args, kwargs = APPLY, (name, list(args), dict(kwargs)), {}
+        if CONTEXT.get() is not None or "timeout" in kwargs:
+            name, args, kwargs = _wrapped(rank, name, args, kwargs)
         return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
 
     # -- functions ---------------------------------------------------------------------------------
@@ -248,6 +221,17 @@ class Session:
             self.agent.close(grace)
         finally:
             self.agent.backend.close()
+
+
+def _wrapped(
+    rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, Iterable[Any], Mapping[str, Any]]:
+    context = CONTEXT.get()
+    if context is not None and context.enlist(rank):
+        return CALL_IN_CONTEXT, (TrackedCall(context, name, list(args), dict(kwargs)),), {}
+    if "timeout" in kwargs:  # the name of the agent's own argument
+        return APPLY, (name, list(args), dict(kwargs)), {}
+    return name, args, kwargs
 
 
 @dataclass

@@ -15,12 +15,7 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.collectives.objects import all_gather_object
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    CollectiveAbortedError,
-    PeerLostError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, CollectiveAbortedError, PeerLostError, RankwireError
 from rankwire.torch.rpc import replacements
 from rankwire.torch.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT
 from rankwire.torch.rpc.session import Session, current, state

@@ -24,11 +24,7 @@ from rankwire.torch.rpc.autograd_tracking import received, sent
 from rankwire.torch.rpc.call_results import CallFuture
 from rankwire.torch.rpc.naming_rule import NamingRule, name_of
 from rankwire.torch.rpc.owned_objects import ObjectId
-from rankwire.torch.rpc.remote_module import (
-    RemoteModule,
-    build_remote_module,
-    take_remote_module,
-)
+from rankwire.torch.rpc.remote_module import RemoteModule, build_remote_module, take_remote_module
 from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.session import WorkerInfo, current
 
