@@ -39,11 +39,7 @@ class EnumClass:
             self._named = frozenset(member.value for member in cls.__members__.values())
 
     def key_of(self, member: Enum) -> Any:
-        """Return what stands for a member on the wire.
-
-        Raises:
-            ValueError: A combination of flags has too many bits; with advice.
-        """
+        """Return what stands for a member on the wire; ``ValueError`` with advice if none does."""
         if not self._is_flag:
             return member.name
         if not self._carries(member.value):
@@ -116,9 +112,7 @@ class ClassTable:
     """Registered classes by class, for encoding, and by name, for decoding.
 
     Registering is safe while other threads look up classes: each table changes by one assignment.
-
-    Args:
-        shared: A second table to look in, also for classes that are added to it later.
+    ``shared`` is a second table to look in, also for classes that are added to it later.
     """
 
     def __init__(self, shared: ClassTable | None = None) -> None:
@@ -154,12 +148,7 @@ class ClassTable:
     def add(
         self, cls: type, name: str | None, take: Take | None = None, build: Build | None = None
     ) -> None:
-        """Register a class, with or without hooks; repeating a registration changes nothing.
-
-        Raises:
-            ConfigurationError: The class needs hooks, it or its name is taken, or one hook is
-                missing.
-        """
+        """Register a class, with or without hooks; repeating a registration changes nothing."""
         if not isinstance(cls, type):
             raise ConfigurationError(f"only a class can be registered, not {cls!r}")
         if cls in BUILT_IN:

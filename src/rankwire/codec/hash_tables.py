@@ -42,12 +42,7 @@ _Keys: TypeAlias = npt.NDArray[np.int32]
 def check_table(hashes: npt.NDArray[np.int64], *, is_set: bool) -> None:
     """Refuse keys that take too many probes to find their slots.
 
-    Args:
-        hashes: Of the keys in the order in which they are inserted, each once.
-        is_set: Whether the dict of them becomes a set.
-
-    Raises:
-        InvalidMessageError: They do.
+    The hashes are in the order of insertion, each once. With ``is_set``, the dict becomes a set.
     """
     sequence = hashes.view(np.uint64)
     # A dict doubles its table when two thirds are taken, and inserts all keys again.

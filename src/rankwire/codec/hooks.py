@@ -105,11 +105,7 @@ class HookedClass:
         self.build_hook = build
 
     def build(self, state: Any, receiving: BuildContext) -> Any:
-        """Build an instance of a received state.
-
-        Raises:
-            InvalidMessageError: The hook raised; a ``RankwireError`` keeps its text.
-        """
+        """Build an instance of a received state; an error of the hook refuses the message."""
         try:
             return self.build_hook(state, receiving)
         except (InvalidMessageError, KeyboardInterrupt):

@@ -155,11 +155,9 @@ class KeyCheck:
         self._weights: dict[int, tuple[Any, int]] = {}
 
     def check(self, keys: Sequence[Any], *, is_set: bool = False) -> None:
-        """Refuse keys that could take long to put into a dict or set.
+        """Refuse keys, in the order of insertion, that could take long to put into a dict or set.
 
-        Args:
-            keys: In the order in which they will be inserted.
-            is_set: Whether the dict of them becomes a set.
+        With ``is_set``, the dict of them becomes a set.
         """
         kinds = set(map(type, keys))
         is_quick = kinds <= _QUICK

@@ -60,9 +60,7 @@ def is_parameter(tensor: Any) -> bool:
 def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
     """Return what to do with a tensor that cannot be sent as it is, or None if it can.
 
-    Args:
-        tensor: The tensor.
-        any_dtype: Whether elements of any dtype are sent as bytes.
+    With ``any_dtype``, elements of any dtype are sent as bytes.
     """
     torch = sys.modules["torch"]
     if not tensor.is_cpu:
@@ -81,8 +79,7 @@ def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
 def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
     """Return the description of a tensor, and its bytes: its own memory, or a copy.
 
-    Raises:
-        UnsupportedTypeError: Its memory has been freed.
+    Raise ``UnsupportedTypeError`` if its memory has been freed.
     """
     carrier, name, _ = carrier_of(tensor.dtype)
     elements = bytes_of(tensor) if _IS_LITTLE_ENDIAN else None
@@ -231,11 +228,7 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
     """Return an array on the memory of a dense tensor of the CPU; None if its memory is too small.
 
     Lazy views are not resolved. The array is read-only if elements share memory, as in an expanded
-    tensor.
-
-    Args:
-        tensor: The tensor.
-        carrier: The dtype of the array, of the same size as the tensor's.
+    tensor. ``carrier`` is its dtype, of the same size as the tensor's.
     """
     shape, reach = tuple(tensor.shape), tensor.numel()
     if not reach:  # it need not have an address
@@ -260,12 +253,9 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
 
 
 def bytes_of(tensor: Any) -> memoryview | None:
-    """Return the memory of a dense tensor of the CPU as bytes.
+    """Return the memory of a dense tensor of the CPU, of one of torch's own classes, as bytes.
 
     None if it has gaps, is a lazy view, not on the CPU or empty, or its memory is too small.
-
-    Args:
-        tensor: A tensor of one of torch's own classes.
     """
     if tensor.layout is not sys.modules["torch"].strided or not tensor.is_cpu:
         return None

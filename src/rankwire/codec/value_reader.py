@@ -35,13 +35,8 @@ class Reader:
     Extensions nest as deep as the writer allows. Native lists and maps are limited only by the
     interpreter's recursion limit: counting them would take longer than decoding them.
 
-    Args:
-        classes: The registered classes.
-        pickling: The module to unpickle with, or None to refuse pickles.
-        payload: The whole payload.
-        position: Where the head ends. After reading it must be the end of the payload.
-        max_items: How many items the head may have.
-        peer: The sending rank, for hooks.
+    ``position`` is where the head ends; after reading it must be the end of the payload. Without
+    ``pickling`` (the module), pickles are refused.
     """
 
     def __init__(

@@ -45,15 +45,8 @@ class Refusal(Exception):
 class Writer:
     """Lowers the values of one payload, and collects the buffers that travel beside its head.
 
-    Args:
-        classes: The registered classes.
-        pickling: The module to pickle with, or None to refuse unsupported values.
-        plain: ``PLAIN`` or ``ALWAYS_PLAIN``.
-        peer: The receiving rank, for hooks.
-
-    Attributes:
-        buffers: The buffers beside the head, in order.
-        sending: The context of the hooks; None if there were none.
+    Without ``pickling`` (the module), unsupported values are refused. ``plain`` is ``PLAIN`` or
+    ``ALWAYS_PLAIN``. ``sending`` is the context of the hooks; None if there were none.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ class ArrayMessage(NamedTuple):
     def view(self, payload: bytearray) -> Any:
         """Return the array or tensor in a whole message, as a view of it.
 
-        Raises:
-            InvalidMessageError: Some elements are not values of the dtype.
+        Raise ``InvalidMessageError`` if some elements are not values of the dtype.
         """
         array = view_array(self.head, payload, self.start)
         return view_tensor(self.tensor_dtype, array) if self.tensor_dtype else array
@@ -86,11 +85,7 @@ def pack_array(value: Any) -> tuple[list[Buffer], int]:
 
 
 def unpack_head(beginning: bytearray | memoryview, nbytes: int) -> ArrayMessage:
-    """Return what a message of ``nbytes`` holds, from its first ``HEAD_NBYTES``.
-
-    Raises:
-        InvalidMessageError: It is not an array message.
-    """
+    """Return what a message of ``nbytes`` holds, from its first ``HEAD_NBYTES``."""
     foreign = "the message was not sent by send_array"
     try:
         kind, reserved, length = _PREFIX.unpack_from(beginning)

@@ -50,23 +50,15 @@ def _meta(longest: int) -> msgspec.Meta:
 
 
 class Member(msgspec.Struct, frozen=True):
-    """Where one rank is.
-
-    Attributes:
-        pid: Its process id, on its own host.
-        host: The address at which others reach it.
-        unix_path: Its socket file, or an empty string.
-        host_id: Equal for two ranks that can reach each other's socket files.
-        incarnation: How many times this rank alone was restarted. The coordinator sets it.
-    """
+    """Where one rank is."""
 
     rank: int
-    pid: int
-    host: Annotated[str, _meta(255)]
+    pid: int  # on its own host
+    host: Annotated[str, _meta(255)]  # the address at which others reach it
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-    unix_path: Annotated[str, _meta(107)]
-    host_id: Annotated[str, _meta(255)]
-    incarnation: int = 0
+    unix_path: Annotated[str, _meta(107)]  # its socket file, or an empty string
+    host_id: Annotated[str, _meta(255)]  # equal if two ranks can reach each other's socket files
+    incarnation: int = 0  # how often this rank alone was restarted; set by the coordinator
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -108,22 +100,14 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
 
 
 class World(msgspec.Struct, frozen=True, tag="world"):
-    """Coordinator to members: everyone has joined.
+    """Coordinator to members: everyone has joined."""
 
-    Attributes:
-        epoch: Which incarnation of the job this is; connections of others are refused.
-        patience: The shortest patience of all members.
-        coordinator: The rank that coordinates, or -1 for the launcher.
-        keys: The keys of the receiving rank with every other, wrapped for it (``wire.keys``).
-        late: The ranks that were restarted and have joined since the world formed.
-    """
-
-    epoch: int
+    epoch: int  # which incarnation of the job this is; connections of others are refused
     members: list[Member]
-    patience: Patience = DEFAULT_PATIENCE
-    coordinator: int = 0
-    keys: bytes = b""
-    late: list[int] = []
+    patience: Patience = DEFAULT_PATIENCE  # the shortest of all members
+    coordinator: int = 0  # its rank, or -1 for the launcher
+    keys: bytes = b""  # of the receiving rank with every other, wrapped for it (``wire.keys``)
+    late: list[int] = []  # the ranks that were restarted and have joined since the world formed
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -148,36 +132,23 @@ class Suspected(msgspec.Struct, frozen=True, tag="suspected"):
 
 
 class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
-    """Member to coordinator: I leave because of an error.
+    """Member to coordinator: I leave because of an error."""
 
-    Attributes:
-        reason: The error, in one line.
-        cause: The rank whose failure caused it; None for an error of its own.
-        exit_code: The expected exit code of its process.
-        waited_for: The ranks that it was waiting for, if its timeout expired.
-    """
-
-    reason: str
+    reason: str  # the error, in one line
     traceback: str
-    cause: int | None = None
-    exit_code: int = 1
-    waited_for: list[int] = []
+    cause: int | None = None  # the rank whose failure caused it; None for an error of its own
+    exit_code: int = 1  # of its process, as expected
+    waited_for: list[int] = []  # the ranks that it was waiting for, if its timeout expired
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Coordinator to members: a rank has died, or has left without an error.
-
-    Attributes:
-        reason: How this was noticed, or what the rank reported.
-        orderly: Whether it has left without an error.
-        silent: Whether it was silent for too long while its connection was open.
-        traceback: As in ``Fallen``, like the rest; empty or None if it reported nothing.
-    """
+    """Coordinator to members: a rank has died, or has left without an error."""
 
     rank: int
-    reason: str
-    orderly: bool = False
-    silent: bool = False
+    reason: str  # how this was noticed, or what the rank reported
+    orderly: bool = False  # whether it has left without an error
+    silent: bool = False  # whether it was silent for too long while its connection was open
+    # As in ``Fallen``, like the rest; empty or None if it reported nothing.
     traceback: str = ""
     cause: int | None = None
     exit_code: int | None = None
@@ -203,17 +174,11 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Doing(msgspec.Struct, frozen=True, tag="doing"):
-    """Member to coordinator: this is what I am doing.
+    """Member to coordinator: this is what I am doing."""
 
-    Attributes:
-        stacks: Where its threads are in the user's program.
-        waits_for: The ranks that it expects messages or replies from.
-        blocked_on: Those of them that a thread is waiting for.
-    """
-
-    stacks: str
-    waits_for: list[int] = []
-    blocked_on: list[int] = []
+    stacks: str  # where its threads are in the user's program
+    waits_for: list[int] = []  # the ranks that it expects messages or replies from
+    blocked_on: list[int] = []  # those of them that a thread is waiting for
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
@@ -277,20 +242,13 @@ class AgentState(IntEnum):
 
 
 class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
-    """Member to coordinator: one of my agents has entered this state.
+    """Member to coordinator: one of my agents has entered this state."""
 
-    Attributes:
-        service: The number that agents of one name share.
-        number: The number of this message, unique in its process.
-        owner: Identifies the thread that uses the agent, across all processes.
-        stopped: The ranks that this agent has told to stop serving, if it leaves.
-    """
-
-    service: int
-    number: int
+    service: int  # the number that agents of one name share
+    number: int  # of this message, unique in its process
     state: AgentState
-    owner: int = 0
-    stopped: list[int] = []
+    owner: int = 0  # identifies the thread that uses the agent, across all processes
+    stopped: list[int] = []  # the ranks that this agent has told to stop serving, if it leaves
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
@@ -336,11 +294,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(payload: bytearray) -> Message:
-    """Return the message in a payload.
-
-    Raises:
-        InvalidMessageError: It does not decode.
-    """
+    """Return the message in a payload, or raise ``InvalidMessageError``."""
     try:
         message = _decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

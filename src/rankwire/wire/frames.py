@@ -33,11 +33,9 @@ class UnreadPayload(Protocol):
     """A received payload that is not in memory of the receiver's own yet. Safe from any thread.
 
     The receiver reads all of it or parts, and then releases it.
-
-    Attributes:
-        translate: Gives the ranks in an error the numbers of a group; set by the receiver.
     """
 
+    # Gives the ranks in an error the numbers of a group; set by the receiver.
     translate: Callable[[RankwireError], None] | None
 
     def __len__(self) -> int:
@@ -146,12 +144,7 @@ def describe_violation(
 ) -> ProtocolError:
     """Return the error for an invalid header, in numbers only: a peer may have sent anything.
 
-    Args:
-        word: Its channel, flags and reserved bits.
-        sequence: Its sequence number.
-        expected: The expected sequence number.
-        nbytes: The length that it announces.
-        limit: The largest length that is accepted.
+    ``word`` holds its channel, flags and reserved bits.
     """
     channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
     if channel not in CHANNELS:

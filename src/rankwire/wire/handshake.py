@@ -89,25 +89,15 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who dials, and for what purpose.
-
-    Attributes:
-        job: 16 bytes that identify the job (``job_id``).
-        epoch: Which incarnation of the world; 0 when joining.
-        world_size: The world size that the dialling rank was configured with.
-        rank: The dialling rank.
-        peer: The rank that it dials, or ``LAUNCHER``.
-        service: For calls: which agent.
-        protection: How the frames after the handshake are protected.
-    """
+    """Who dials, and for what purpose."""
 
     purpose: Purpose
-    job: bytes
-    epoch: int
-    world_size: int
-    rank: int
-    peer: int
-    service: int = 0
+    job: bytes  # of ``job_id``
+    epoch: int  # which incarnation of the world; 0 when joining
+    world_size: int  # as the dialling rank was configured
+    rank: int  # the one that dials
+    peer: int  # the one that is dialled, or ``LAUNCHER``
+    service: int = 0  # for calls: which agent
     protection: Protection = Protection.NONE
 
     @property
@@ -212,11 +202,8 @@ def _described(protection: int) -> str:
 class Initiator:
     """The dialling end. Call ``hello``, ``proof``, ``finish`` and ``seals`` in this order.
 
-    Args:
-        hello: Who dials, and for what purpose.
-        key: The handshake key.
-        nonce: Random bytes that were never used before.
-        binding: Inside TLS, the SHA-256 of the listener's certificate.
+    The nonce is random and never used before. Inside TLS, ``binding`` is the SHA-256 of the
+    listener's certificate.
     """
 
     def __init__(self, hello: Hello, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
@@ -274,10 +261,8 @@ class Initiator:
 class Responder:
     """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
 
-    Args:
-        key: The handshake key, or a function that returns it for a HELLO.
-        nonce: Random bytes that were never used before.
-        binding: Inside TLS, the SHA-256 of this end's certificate.
+    The key may be a function that returns it for a HELLO. Nonce and binding are as for the
+    ``Initiator``.
     """
 
     def __init__(

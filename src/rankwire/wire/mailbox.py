@@ -33,15 +33,8 @@ payload_of = attrgetter("payload")
 class ArrivedMessages(dict[Envelope, deque[Payload]]):
     """The messages that wait for a receive, by envelope.
 
-    Args:
-        keep: Whether messages are kept (messages) or dropped (replies to cancelled calls).
-        limit: Kept bytes at which ``full`` becomes true; a million messages do so too.
-
-    Attributes:
-        count: Number of kept messages.
-        nbytes: Their bytes.
-        full: Whether so much is kept that nothing more should be read.
-        dropped: Number of dropped messages.
+    ``full`` becomes true at ``limit`` bytes or a million messages: nothing more should be read.
+    Without ``keep``, messages are counted and dropped, as replies to cancelled calls are.
     """
 
     __slots__ = ("_keep", "_limit", "_refused", "count", "dropped", "full", "nbytes")
@@ -98,10 +91,6 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
 class Mailbox:
     """The messages of one peer that were not received yet, and the receives that wait for others.
 
-    Args:
-        keep_unmatched: Whether a message without a receive is kept.
-        unmatched_limit: Kept bytes at which ``arrived.full`` becomes true.
-
     Attributes:
         misfits: Receives that failed because of a message of another size, for the owner to wake.
         due: Receives that are done, for the owner to call ``on_done``.
@@ -124,7 +113,7 @@ class Mailbox:
 
     @property
     def wanted(self) -> int:
-        """How many receives are posted and not done."""
+        """The number of receives that are posted and not done."""
         return sum(map(len, self.wanted_by.values())) + (self.placing is not None)
 
     def taker_of(self, key: Envelope, nbytes: int) -> Receive | None:
@@ -232,12 +221,7 @@ class Mailbox:
         """Deliver a message; return the receive that gets it, if one was waiting.
 
         It is added to ``due`` if it has a callback. Receives for another size fail and are added to
-        ``misfits``.
-
-        Args:
-            key: Its envelope.
-            payload: The message.
-            source: Yields the payload and removes it from where it was.
+        ``misfits``. ``source`` yields the payload and removes it from where it was.
         """
         source = (payload,) if source is None else source
         if self.placing is not None and isinstance(payload, Placed):

@@ -63,14 +63,13 @@ class Protocol:
     """What both ends have said on one connection. For its one reader.
 
     Args:
-        peer: The rank at the other end, for errors.
+        peer: The rank at the other end.
         incoming: Whether the peer dialled.
         is_local: Whether it is a Unix socket, where memory can be lent.
         cannot_borrow: Why this end cannot read the peer's memory; empty if it can.
         max_nbytes: Largest payload that is accepted.
 
     Attributes:
-        state: The state of the connection.
         can_lend: Whether the peer can read this end's memory; None until its greeting tells.
         why_not_lend: If it cannot, why.
         ring_offer: The peer's description of memory for a ring to it, if it offers one.
@@ -117,12 +116,7 @@ class Protocol:
     ) -> tuple[list[Frame], ProtocolError | None]:
         """Process the greetings, the farewell and the loans among received frames.
 
-        Args:
-            frames: The received frames.
-            borrow: Makes a parcel of a loan.
-
-        Returns:
-            The messages before a farewell or violation, in order; and the violation, if any.
+        Return the messages before a farewell or violation, in order; and the violation, if any.
         """
         messages: list[Frame] = []
         for frame in frames:

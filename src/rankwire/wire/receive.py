@@ -33,9 +33,7 @@ class Destination:
     def head_nbytes(self, nbytes: int, beginning: memoryview) -> int | None:
         """Return how many bytes of a message come before those for here; None if it does not fit.
 
-        Args:
-            nbytes: The size of the message.
-            beginning: Its first bytes, perhaps fewer than the result.
+        ``beginning`` may have fewer bytes than the result.
         """
         return 0 if nbytes == len(self.view) else None
 
@@ -124,12 +122,7 @@ def find_placed(
 ) -> Placed | None:
     """Return where a large payload goes, if its receiver provides memory for it.
 
-    Args:
-        find_place: Returns the memory for an envelope, size and first bytes.
-        envelope: Its envelope.
-        nbytes: Its size.
-        first: The first bytes of it.
-        frames: The frames before it that were not taken yet.
+    ``frames`` are those before it that were not taken yet.
     """
     group, channel, tag = envelope
     before = envelope, (group, channel | LOAN, tag)

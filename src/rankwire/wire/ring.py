@@ -1,9 +1,8 @@
 """The ring: shared memory beside a stream, for small frames to a reader that is polling.
 
 A small frame through a socket takes two system calls, 2.4 us together; through a ring none. The
-ring holds *records*: frames as they would be in the stream. The writer uses it only while the
-reader polls it (*awake*) and only if there is room; other frames go through the stream, so no
-thread ever waits for a ring.
+ring holds *records*: frames as in the stream. The writer uses it only while the reader polls it
+(*awake*) and only if there is room; other frames go through the stream, so no thread waits for it.
 
 A record has the sequence number of the next frame in the stream. The reader takes the records of a
 number before the stream's frame of that number (``parser.FrameParser``), which restores the order.
@@ -57,13 +56,8 @@ class RingWriter:
     """The writing end. One thread at a time.
 
     The reader can write to all of the memory. Whatever it writes, a record is written inside the
-    ring or not at all.
-
-    Attributes:
-        words: The words at the start.
-        is_polled: Returns whether the reader polls; a C function. Ask after ``put`` and a memory
-            barrier, such as any lock: a reader that has stopped polling may have missed the record
-            and must be woken.
+    ring or not at all. Call ``is_polled``, a C function, after ``put`` and a memory barrier, such
+    as any lock: a reader that has stopped polling may have missed the record and must be woken.
     """
 
     __slots__ = ("_data", "is_polled", "words")
@@ -108,15 +102,10 @@ class RingWriter:
 class RingReader:
     """The reading end. One reader at a time, except for ``is_empty``.
 
-    Attributes:
-        words: The words at the start. The reader sets ``words[READ]`` to what ``take`` has returned
-            when the frames are safe.
-        is_empty: Returns whether there is no record to read.
-        start_polling: Tells the writer that this end polls.
-        stop_polling: Tells the writer that it does not. After a memory barrier the reader must look
-            once more, because the writer may have seen it polling.
-
-    The last three are C functions: a call in Python would cost as much as the look itself.
+    The reader sets ``words[READ]`` to what ``take`` has returned when the frames are safe. After
+    ``stop_polling`` and a memory barrier it must look once more, because the writer may have seen
+    it polling. ``is_empty``, ``start_polling`` and ``stop_polling`` are C functions: a call in
+    Python would cost as much as the look itself.
     """
 
     __slots__ = ("_data", "is_empty", "start_polling", "stop_polling", "words")
@@ -130,17 +119,10 @@ class RingReader:
         self.stop_polling: Callable[[], None] = partial(words.__setitem__, AWAKE, 0)
 
     def take(self, place: int, sequence: int, frames: deque[Frame]) -> int:
-        """Read the records that come before the stream's frame of a number.
+        """Append the records before the stream's frame of a sequence number to ``frames``.
 
-        Nothing changes until ``words[READ]`` is set.
-
-        Args:
-            place: Total bytes read before.
-            sequence: The sequence number.
-            frames: Receives the frames, also those before an invalid record.
-
-        Returns:
-            Total bytes read now.
+        ``place`` is the total of bytes read before; the result is the total now. Nothing else
+        changes until ``words[READ]`` is set. Frames before an invalid record are appended too.
         """
         written, data = self.words[WRITTEN], self._data
         if not 0 <= written - place <= _DATA_NBYTES:

@@ -54,12 +54,9 @@ def _slots_at(size: int) -> int:
 
 
 class Segment:
-    """One rank's view of a segment. One thread at a time.
+    """One rank's view of a segment, whose memory was zeroed before any rank began.
 
-    Args:
-        memory: All of it, zeroed before any rank began.
-        rank: This rank.
-        size: Number of ranks.
+    One thread at a time.
 
     Attributes:
         words: The lines, for code that cannot afford a call.
@@ -67,7 +64,6 @@ class Segment:
         others: The same for all ranks but this one.
         step: The last step that this rank has begun.
         slots: The slots of all ranks for even steps, and for odd steps.
-        slot_nbytes: Size of a slot.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int) -> None:
