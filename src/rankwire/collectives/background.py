@@ -34,8 +34,7 @@ _LOOKS = 3  # polls without a new operation, after which it is woken again
 class Task:
     """One operation in the background. Used by the runner.
 
-    Attributes:
-        interrupt: The exception that made its runner leave before the end.
+    ``interrupt`` is the exception that made its runner leave before the end.
     """
 
     __slots__ = (
@@ -111,10 +110,9 @@ class _Visit:
 
 
 class _Polls:
-    """Counts the polls of a worker without work. Used under the lock of its background.
+    """Counts the polls of a worker without work, until it sleeps until it is woken.
 
-    Attributes:
-        left: How many polls without a new task are left until it sleeps until it is woken.
+    Used under the lock of its background. ``left`` counts the polls without a new task.
     """
 
     __slots__ = ("_clock", "_idle", "_nap", "_submitted", "left")

@@ -109,11 +109,9 @@ class Exchange(ABC):
     """Send and receive, for one operation.
 
     Attributes:
-        tag: The tag of step 0.
         shared: The slots that all ranks share, if they do.
         hosts: The hosts of the ranks, if there are several and each has slots.
         offers: Sent messages whose memory must not change yet, with their receivers.
-        expected: Posted receives.
     """
 
     __slots__ = (

@@ -34,8 +34,7 @@ class FailureReports:
     Attributes:
         epoch: The number after the last operation that failed here.
         turn: The number of the operation that may run.
-        failures: The first report of each recent failure on another rank, by the operation's
-            number.
+        failures: The first report of each recent failure on another rank, by number.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -26,7 +26,6 @@ class Hosts:
         groups: The ranks of each host.
         here: The index of this rank's host in ``groups``.
         place: The index of this rank in the group of its host; 0 is the leader.
-        slots: The slots of this host's ranks, once all hosts have agreed to use theirs.
         slot_nbytes: The largest message that fits into a slot on every host.
     """
 

@@ -22,10 +22,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Operand:
-    """One array or tensor.
+    """One array or tensor: the user's ``value``.
 
     Attributes:
-        value: What the user passed.
         array: An array on its memory; of integers if numpy does not have the dtype.
         is_opaque: Whether the elements can be moved but not reduced.
     """

@@ -47,10 +47,9 @@ _MOST_ASKING = 8
 
 
 class Operation(Exchange):
-    """One operation on one rank.
+    """One operation on one rank; ``description`` is the same text on all ranks.
 
     Attributes:
-        description: The same text on all ranks.
         sequence: Its number in the group; None before it has one.
         has_begun: Whether its arguments are valid.
     """

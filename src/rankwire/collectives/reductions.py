@@ -89,14 +89,11 @@ class Reduction:
         own: int = 0,
         spare: Array | None = None,
     ) -> None:
-        """Reduce the pieces of all ranks, in this order, into ``out``. Overflow does not warn.
+        """Reduce ``count`` pieces, one of each rank in this order, into ``out``, without warnings.
 
-        Args:
-            pieces: Each is used before the next one is requested, and may share its memory.
-            count: The number of pieces.
-            out: The result.
-            own: The index of the piece that ``out`` may be; ``out`` is not written before it.
-            spare: Memory of the size of ``out`` for the total before that, if ``own`` is above 1.
+        Each piece is used before the next one is requested, and may share its memory. ``out`` may
+        be the piece with the index ``own``, and is not written before it; if ``own`` is above 1,
+        ``spare`` has memory of the size of ``out`` for the total before that.
         """
         if self._quiet:
             self._fold(pieces, count, out, own, spare)
@@ -166,11 +163,7 @@ class Reduction:
 
 @lru_cache(maxsize=256)
 def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduction:
-    """Return the reduction of an op for a dtype.
-
-    Raises:
-        ConfigurationError: The op does not exist, or does not support the dtype.
-    """
+    """Return the reduction of an op for a dtype; raise ConfigurationError if there is none."""
     if op not in _OPS:
         raise ConfigurationError(f"there is no op {op!r}; there are {', '.join(OPS)}")
     kind = "f" if is_bfloat16 else dtype.kind

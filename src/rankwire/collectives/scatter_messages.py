@@ -64,9 +64,7 @@ def _head_of(is_tensor: bool, dtype: str, shape: tuple[int, ...]) -> bytes:
 def unpack_part(payload: Payload, out: Operand | None) -> Any:
     """Return the array or tensor of a message, in ``out`` if that is given.
 
-    Raises:
-        InvalidMessageError: The message is not valid.
-        ConfigurationError: ``out`` has another dtype or shape.
+    Raises InvalidMessageError, or ConfigurationError if ``out`` has another dtype or shape.
     """
     try:
         return _unpack_part(payload, out)

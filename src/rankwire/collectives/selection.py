@@ -1,6 +1,6 @@
 """Selection: which algorithm for which size and number of ranks.
 
-All ranks decide alike, from what all of them know. The limits were measured on one host
+All ranks decide alike, from what all know. The limits were measured on one host
 (``docs/collective-algorithms.md``); between hosts the number of messages and bytes decides.
 """
 

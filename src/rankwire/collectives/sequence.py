@@ -84,8 +84,7 @@ class OperationSequence(FailureReports):
     def call(self, name: str, prepare: Callable[..., Plan], *args: Any, **kwargs: Any) -> Any:
         """Run the next operation of the group, here or in the background (``async_op=True``).
 
-        ``prepare`` checks its arguments and returns the plan. Returns the result of the steps, or
-        the ``Work`` whose ``wait`` returns it.
+        ``prepare`` checks the arguments and returns the plan. Returns the result, or its ``Work``.
         """
         async_op = kwargs.get("async_op", False)
         over = self.backend.broken

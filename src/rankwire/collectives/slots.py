@@ -33,13 +33,9 @@ _HURRY = 0.001  # seconds between two checks of a rank that is in another operat
 
 
 class SlotAgreement:
-    """What the ranks of a group share.
+    """What the ranks of a group share: slots on one host, or hosts with slots; None if nothing.
 
-    Attributes:
-        slots: The slots of a group on one host; None before the agreement, or if a rank cannot
-            share.
-        hosts: The hosts of a group over several hosts, with their slots; None as above.
-        epoch: The epoch of the agreement; -1 before it.
+    ``epoch`` is that of the agreement; -1 before it.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -195,8 +195,8 @@ def all_to_all_by_counts(
 def _check_tables(x: Exchange, tables: Sequence[Array], *, unit: str) -> list[list[int]]:
     """Return how much each rank sends to each, if every receiver expects that; else raise.
 
-    A rank's table has what it sends to each rank, then what it expects from each. An entry is a
-    size, alone or followed by a digest of dtype and shape.
+    A table has what a rank sends to each rank, then what it expects from each. An entry is a size,
+    alone or followed by a digest of dtype and shape.
     """
     said = np.concatenate(tables).reshape(x.size, 2, x.size, -1)
     sent, expected = said[:, 0], said[:, 1].swapaxes(0, 1)

@@ -156,10 +156,8 @@ def describe_failure(
 ) -> Fallen | None:
     """Return the failure report of a rank; None if it leaves in an orderly way.
 
-    Args:
-        error: The exception that left the backend's ``with`` block.
-        rank: The rank that leaves, which cannot be its own cause.
-        first_lost: The cause to report for a consequence without a root.
+    ``error`` left the backend's ``with`` block. ``rank`` leaves, and cannot be its own cause.
+    ``first_lost`` is the cause to report for a consequence without a root.
     """
     if error is None or isinstance(error, GeneratorExit):
         return None

@@ -1,9 +1,9 @@
 """Print short tracebacks for uncaught errors of ranks that ``rankwire run`` started.
 
-All ranks print on one screen. A rank that fails by itself prints its traceback without the frames
-inside rankwire; a rank that was interrupted, or failed because of another rank, prints one line.
-``RANKWIRE_FULL_TRACEBACK=1`` and the logs of ``--log-dir`` show everything. ``connect()`` installs
-this, unless the program has an exception hook of its own.
+A rank that fails by itself prints its traceback without the frames inside rankwire; a rank that was
+interrupted, or failed because of another rank, prints one line. ``RANKWIRE_FULL_TRACEBACK=1`` and
+the logs of ``--log-dir`` show everything. ``connect()`` installs this, unless the program has an
+exception hook of its own.
 """
 
 from __future__ import annotations

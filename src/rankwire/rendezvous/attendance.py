@@ -27,8 +27,7 @@ class Attendance:
     def hear(self, rank: int, says: AgentSays) -> Answers:
         """Take an agent's message; return the messages to answer.
 
-        Raises:
-            ProtocolError: The rank has too many agents.
+        Raises ProtocolError if the rank has too many agents.
         """
         services = self._services_of[rank]
         if len(services) >= MAX_AGENTS and says.service not in services:

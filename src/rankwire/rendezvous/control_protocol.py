@@ -40,7 +40,6 @@ class Standing(NamedTuple):
     """The sender of a control message.
 
     Attributes:
-        rank: The rank that the handshake has authenticated.
         is_formed: Whether it is a member of a formed world; a rank that rejoins is not yet.
         coordinator: The coordinator's rank, or -1.
         was_absent: Whether ranks may have given up the coordinator, which was stopped recently.

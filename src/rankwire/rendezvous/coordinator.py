@@ -85,9 +85,6 @@ class Coordinator:
         key_of: Returns the key with which a rank joins.
         incarnation_of: Returns how many times a rank was restarted alone.
         patience: How long a rank may be silent; ranks that join may ask for less.
-
-    Attributes:
-        watch: The ranks' connections, and their state once they are a world.
     """
 
     def __init__(
@@ -152,11 +149,7 @@ class Coordinator:
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
-        """Wait until every rank has joined.
-
-        Raises:
-            RendezvousError: Ranks are missing; the others are notified.
-        """
+        """Wait until every rank has joined; else notify those present and raise RendezvousError."""
         self._roster.deadline = deadline
         while True:
             with self._changed:

@@ -26,11 +26,7 @@ from rankwire.wire.seals import Seals
 
 
 def bind(address: str) -> Socket:
-    """Return a socket bound to ``host:port``, so that no other process can take it.
-
-    Raises:
-        ConfigurationError: The address cannot be bound.
-    """
+    """Return a socket bound to ``host:port``; raise ConfigurationError if that is not possible."""
     try:
         return listen_tcp(TcpAddress.parse(address))
     except NoConnectionError as error:
@@ -38,11 +34,9 @@ def bind(address: str) -> Socket:
 
 
 class CoordinatorHost:
-    """Coordinates worlds without being a rank.
+    """Coordinates worlds without being a rank. It closes ``listener``.
 
     Args:
-        listener: A bound TCP socket, which the host closes.
-        secret: The secret from which the rank keys are derived.
         told: The callbacks; they run on the acceptor's thread.
         are_restarted: Whether lost ranks are restarted: then a world is kept for them, even if no
             rank is left in it.

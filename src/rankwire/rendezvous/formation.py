@@ -60,10 +60,8 @@ class Owner(Audience, Protocol):
 class Formation:
     """Forms the world, and owns the control connections of a rank.
 
-    Args:
-        listeners: The listeners of this rank.
-        job: The name of the job; ranks of another job are refused.
-        has_coordinator: Whether a launcher coordinates, and not rank 0.
+    Ranks of another ``job`` are refused. ``has_coordinator`` says that a launcher coordinates, and
+    not rank 0.
 
     Attributes:
         address: Where the world forms, with the port that was chosen.
@@ -226,10 +224,7 @@ class Formation:
         return True
 
     def silences(self) -> dict[int, float]:
-        """Return the seconds of silence of ranks that missed a beat.
-
-        A rank that coordinates watches all others; any other rank watches the coordinator.
-        """
+        """Return the seconds of silence of the watched ranks that missed a beat."""
         coordinator = self._coordinator
         counting = self._membership if coordinator is None else coordinator.watch
         return {} if counting is None else counting.silences()

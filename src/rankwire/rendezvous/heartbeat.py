@@ -53,8 +53,8 @@ class Silence:
     def was_absent(self, now: float) -> bool:
         """Return whether the judge was stopped so long that ranks may have given it up.
 
-        Ranks count from the last beat that they received, the judge from the last that it sent, so
-        half of their limit is enough.
+        Half of their limit is enough: they count from the last beat received, it from the last
+        sent.
         """
         limit = self._patience.fail_after
         return now - self._judged > limit / 2 or now - self._returned < limit

@@ -55,12 +55,8 @@ _AUTHENTICATION_TRIES = 3
 class Attempts:
     """Records the attempts of one rank to join, and makes the error if all of them fail.
 
-    Args:
-        deadline: The limit for all attempts together.
-        has_coordinator: Whether a launcher coordinates, and not rank 0.
-
-    Attributes:
-        missing: The ranks that had not joined at the last attempt.
+    ``deadline`` limits all attempts together. ``missing`` has the ranks that had not joined at the
+    last attempt.
     """
 
     rank: int
@@ -150,12 +146,10 @@ class Joiner:
     """Joins one rank to the world.
 
     Args:
-        hello: The greeting of the rank that joins.
         find_key: Called after each connect; returns the handshake key, None if there is none yet.
         describe: Called with the local address that reached the coordinator; listens there and
             returns where.
         deadline: The limit for all attempts together.
-        has_coordinator: Whether a launcher coordinates, and not rank 0.
     """
 
     address: TcpAddress
@@ -178,12 +172,9 @@ class Joiner:
     def join(self) -> tuple[World, Connection, list[Frame]]:
         """Dial the coordinator and wait until the whole world has joined.
 
-        Returns:
-            The world, the control connection, and frames that were received after the world.
-
-        Raises:
-            RendezvousError: The coordinator refused, was not reached, or ranks are missing.
-            AuthenticationError: The secrets differ.
+        Returns the world, the control connection, and frames that were received after the world.
+        Raises RendezvousError if the coordinator refused or was not reached, or ranks are missing,
+        and AuthenticationError if the secrets differ.
         """
         attempts = self._attempts
         pause = _FIRST_PAUSE

@@ -45,7 +45,6 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
     Attributes:
         world_size: The number of ranks on all hosts.
-        first_rank: The first rank of this launcher.
         job: The name of the job, new with each attempt.
         attempt: How many times the ranks were started before.
         stays: Whether to stay when all its ranks have ended, because one may be restarted.
@@ -78,11 +77,8 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """To node 0: one of my ranks has ended.
 
-    Attributes:
-        code: Its exit code, or None.
-        signal: The signal that killed it, or None.
-        is_oom: Whether the kernel killed it because memory ran out.
-        by_itself: Whether it ended without being asked to.
+    ``is_oom`` says that the kernel killed it because memory ran out, ``by_itself`` that it was not
+    asked to end.
     """
 
     rank: int
@@ -103,12 +99,9 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """To node 0: all ranks of this launcher have ended.
+    """To node 0: all ranks of this launcher have ended, some when ``stopped`` or ``killed``.
 
-    Attributes:
-        stopped: Ranks that ended after they were asked to.
-        killed: Ranks that had to be killed.
-        errors: The last lines that failed ranks wrote to stderr.
+    ``errors`` has the last lines that failed ranks wrote to stderr.
     """
 
     stopped: list[int]
@@ -132,8 +125,7 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """From node 0: the job is over; exit with this code and print this text, if any.
 
-    Attributes:
-        was_asked: Whether the user ended the job: then do not wait for blocked readers of output.
+    ``was_asked`` says that the user ended the job: then do not wait for blocked readers of output.
     """
 
     code: int
@@ -192,8 +184,7 @@ class LauncherLink:
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, without waiting.
 
-        Raises:
-            RankwireError: The other launcher is gone, or sent an invalid message.
+        Raises RankwireError if the other launcher is gone, or sent an invalid message.
         """
         if self._connection.failure is not None:
             raise _of_a_launcher(self._connection.failure)

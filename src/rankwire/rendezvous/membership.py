@@ -66,9 +66,6 @@ class Membership:
     """Sends heartbeats, and receives from the coordinator.
 
     Call ``begin`` before the acceptor starts, ``leave`` after it has stopped.
-
-    Attributes:
-        has_ended: Whether the connection to the coordinator has ended.
     """
 
     def __init__(

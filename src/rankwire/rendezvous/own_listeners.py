@@ -29,10 +29,8 @@ from rankwire.wire.keys import HiddenKey, RankKey, rank_key, unwrap, unwrap_one
 class OwnListeners:
     """Listens for a rank until an acceptor does, and owns the files that it makes.
 
-    Args:
-        advertise: The host by which others reach this rank, if not the host of ``place``.
-        share_files: Whether this rank listens at a Unix socket too.
-        listener: A bound TCP socket of rank 0, if the user has given one.
+    ``advertise`` is the host by which others reach this rank, if not that of ``place``.
+    ``share_files`` adds a Unix socket. ``listener`` is a bound TCP socket for rank 0 to use.
     """
 
     def __init__(
@@ -122,13 +120,9 @@ class OwnListeners:
 
 
 class OwnKeys:
-    """The keys of a rank.
+    """The keys of a rank, of which ``own`` is the one with which it joins.
 
-    Args:
-        secret: The secret that the user gave; None if rank 0 writes one to a file.
-
-    Attributes:
-        own: The key with which this rank joins.
+    ``secret`` is what the user gave; None if rank 0 writes one to a file.
     """
 
     def __init__(self, rank: int, secret: bytes | None) -> None:

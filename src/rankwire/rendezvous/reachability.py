@@ -116,10 +116,9 @@ def _is_here(host: str) -> bool:
 
 
 def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
-    """Wait until a process listens at one of these addresses, and return that address.
+    """Wait until a process listens at one of the addresses, and return it.
 
-    Raises:
-        RendezvousError: No process did in time.
+    Raises RendezvousError if none does in time.
     """
     while True:
         for address in addresses:

@@ -53,14 +53,9 @@ class Told(NamedTuple):
 class Reports:
     """Keeps the reports of ranks, and notifies the ranks that need them. For one thread.
 
-    Args:
-        coordinator: The coordinator's rank, or -1.
-        controls: The control connections, by rank; the coordinator changes them.
-        is_member: Returns whether a connected rank is in the formed world.
-
-    Attributes:
-        roll: The collectives in which ranks wait.
-        asked: The ranks that were asked what they do, and whether they have answered.
+    The coordinator changes ``controls``, the control connections by rank. ``roll`` has the
+    collectives in which ranks wait; ``asked`` has the ranks that were asked what they do, and
+    whether they have answered.
     """
 
     def __init__(

@@ -15,13 +15,8 @@ from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wra
 class FormedWorld:
     """The members and keys of a formed world. For one thread.
 
-    Args:
-        members: All ranks, in order.
-        coordinator: The rank that coordinates, or -1.
-        key_of: Returns the key with which a rank has joined.
-
-    Attributes:
-        gone: The reports of ranks that have died or left, and have not rejoined.
+    ``members`` are all ranks in order. ``key_of`` returns the key with which a rank has joined.
+    ``gone`` has the reports of ranks that have died or left, and have not rejoined.
     """
 
     def __init__(
@@ -76,10 +71,8 @@ class Roster:
     """Records which ranks have joined a forming world. The coordinator's lock guards it.
 
     Attributes:
-        coordinator: The coordinator's rank, or -1.
         unreached: Why ranks cannot be reached by others.
         absent: Why ranks will never join.
-        deadline: Until when ranks may join; None while it is not known.
         has_changed: Whether it has changed since ranks were notified of the missing ones.
         is_hopeless: Whether ranks were notified that another will never join.
     """

@@ -40,11 +40,7 @@ def host_id() -> str:
 
 
 def runtime_folder() -> Path:
-    """Return this user's runtime folder; log a warning, once, if it is not the first choice.
-
-    Raises:
-        ConfigurationError: No folder is safe.
-    """
+    """Return this user's runtime folder; log a warning, once, if it is not the first choice."""
     folder, trouble = find_runtime_folder()
     if trouble and trouble not in _said:
         _said.add(trouble)
@@ -76,12 +72,10 @@ def runtime_folders() -> Iterator[Path]:
 
 
 class _Candidate(NamedTuple):
-    """A folder that may be used.
+    """A folder that may be used: the last of ``folders``, each of which is for this user alone.
 
-    Attributes:
-        base: The folder above it, which must exist and be safe.
-        folders: The folders below ``base``, each for this user alone; the last is the candidate.
-        named: How the user named it, for the texts.
+    ``base`` is the folder above them, which must exist and be safe. ``named`` is how the user
+    named it, for the texts.
     """
 
     base: Path

@@ -75,12 +75,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Describes one kind of launcher.
+    """Describes one kind of launcher, and its name in ``RANKWIRE_LAUNCHER``.
 
-    Attributes:
-        key: Its name in ``RANKWIRE_LAUNCHER``.
-        needs: The variables that it always sets.
-        read: Returns the assignment; None if another launcher set the variables.
+    It always sets the variables that it ``needs``. ``read`` returns the assignment; None if another
+    launcher set the variables.
     """
 
     name: str

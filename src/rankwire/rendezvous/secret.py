@@ -43,8 +43,7 @@ _from_environment: bytes | None = None
 def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) -> bytes | None:
     """Return the secret that the user gave; None if rank 0 is to write one to a file.
 
-    Raises:
-        ConfigurationError: A secret is needed and was not given, or it is too short.
+    Raises ConfigurationError if a secret is needed and was not given, or is too short.
     """
     found = _encoded(secret)
     if found is None:
@@ -78,11 +77,7 @@ def is_secret_given() -> bool:
 
 
 def read_secret_file(name: str, *, named: str) -> bytes:
-    """Return the secret in a file that only this user can read.
-
-    ``named`` is how the user named it, for errors. Raise ConfigurationError if the file cannot be
-    read, or other users can read it.
-    """
+    """Return the secret in a file that only this user can read; else raise ConfigurationError."""
     return read_private(name, named=named).strip()
 
 

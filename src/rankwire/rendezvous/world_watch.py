@@ -38,10 +38,6 @@ _WORLD_PATIENCE, _WORLD_PATIENCE_OF_RANK = 5.0, 0.02
 class WorldWatch:
     """Watches the ranks of a world, once ``begin`` was called.
 
-    Args:
-        coordinator: The coordinator's rank, or -1.
-        patience: How long a rank may be silent, until ``begin`` replaces it.
-
     Attributes:
         controls: The control connections, by rank, also of a world that is forming.
         fallen: The ranks that have reported their own failure.
