@@ -319,8 +319,6 @@ WAITS_OF_THE_SYSTEM = {
     "rendezvous/secret.py": "names the events of a launcher's selector",
     **dict.fromkeys(
         (
-            "launch/host_ranks.py",
-            "launch/loop.py",
             "launch/nodes.py",
             "launch/output.py",
             "launch/run.py",

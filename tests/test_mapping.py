@@ -91,7 +91,6 @@ SHOWN_IN = {
     "backends/tcp": "backends/test_tcp_backend.py",
     "launch/process": "launch/test_launcher_memory.py",
     "launch/job": "launch/test_run.py",
-    "launch/loop": "launch/test_run.py",
     "launch/run_options": "launch/test_run.py",
     "launch/output_streams": "launch/test_output.py",
     "backends/agreement": "backends/test_sub.py",

@@ -183,9 +183,7 @@ def run(
 @app.command()
 def doctor(
     *,
-    ranks: Annotated[
-        int, typer.Option("-n", "--ranks", min=2, metavar="N", help="How many ranks to start.")
-    ] = 2,
+    ranks: Annotated[int, _option("-n", "--ranks", min=2, help="How many ranks to start.")] = 2,
     is_json: Annotated[
         bool, typer.Option("--json", help="Print all values as JSON instead of a table.")
     ] = False,
@@ -217,9 +215,7 @@ def certificates(
         typer.Argument(metavar="DIR", help="Created with access for you only; must not exist."),
     ],
     *,
-    ranks: Annotated[
-        int, typer.Option("-n", "--ranks", min=1, metavar="N", help="How many ranks on all hosts.")
-    ],
+    ranks: Annotated[int, _option("-n", "--ranks", min=1, help="How many ranks on all hosts.")],
     days: Annotated[
         float, typer.Option(metavar="D", help="How long they are valid; longer than the job runs.")
     ] = 30.0,

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from rankwire.launch.host_ranks import HostRanks, JobSettings, LaunchedRank
-from rankwire.launch.loop import Loop
-from rankwire.launch.output import Output
+from rankwire.launch.output import Loop, Output
+from rankwire.launch.process import Subreaper
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.run_options import RunOptions
-from rankwire.launch.subreaper import Subreaper
 
 WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankwire.launch import subreaper as module
-from rankwire.launch.subreaper import Subreaper
+from rankwire.launch import process as module
+from rankwire.launch.process import Subreaper
 
 
 class Told:

@@ -191,14 +191,10 @@ class Attempt:
         self.began = ""  # a cause of failures that is not the failure of a rank
         self.is_stopping = False  # ranks were asked to end
         self.has_said_left = False  # that only unresponsive ranks are left
-        self.doing: dict[int, Doing] = {}
+        self.doing: dict[int, Doing] = {}  # of ranks that others waited for
         self._lost: dict[int, Gone] = {}
         self._fell: set[int] = set()  # with an error of their own, before any was asked to end
         self._stop_at = math.inf
-
-    def rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
-        """Record that the process of a rank ended."""
-        self.ended[rank] = ending, by_itself
 
     def stop_soon(self) -> None:
         """Stop after a short wait for other ranks that fail."""
@@ -214,10 +210,6 @@ class Attempt:
         """Record that a restarted rank has joined the world."""
         self.present.add(rank)
         self._lost.pop(rank, None)
-
-    def rank_does(self, rank: int, doing: Doing) -> None:
-        """Record what a rank is doing while others wait for it."""
-        self.doing[rank] = doing
 
     def hold_up(self, failures: list[Failure]) -> list[int]:
         """Return the chain of waiting ranks; the last one held up the one that failed first."""
@@ -279,7 +271,7 @@ class Attempt:
                 if not by_itself and ending.signal is not None and gone is not None:
                     # We stopped it; use the exit code that it announced, but never success.
                     ending = Ending(code=(gone.exit_code or 0) & 0xFF or 1)
-                found.append(Failure(rank, ending, parts.errors_of(rank), gone))
+                found.append(Failure(rank, ending, parts.part_of(rank).errors_of(rank), gone))
         return in_order_of_loss(found, list(self._lost))
 
     def is_because_of_began(self, failures: list[Failure]) -> bool:

@@ -52,7 +52,7 @@ def make_certificates(
     try:
         home = Path(folder)
         home.mkdir(mode=0o700)
-        _write(Path(certificate_files(home, "launcher").ca), authority.certificate_pem())
+        _write(Path(certificate_files(home, "launcher").ca), authority.certificate)
         everyone: list[CertificateHolder] = ["launcher", *range(world_size)]
         made = [_write_pair(home, who, *authority.issue(certificate_name(who))) for who in everyone]
         return made[1:]
@@ -84,10 +84,7 @@ class _Authority:
         self._name = _name_of("rankwire job")
         constraints = x509.BasicConstraints(ca=True, path_length=0)
         builder = self._builder(self._name, self._key.public_key(), constraints)
-        self._certificate = builder.sign(self._key, hashes.SHA256())
-
-    def certificate_pem(self) -> bytes:
-        return self._certificate.public_bytes(Encoding.PEM)
+        self.certificate = builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def issue(self, name: str) -> tuple[bytes, bytes]:
         key = ec.generate_private_key(ec.SECP256R1())

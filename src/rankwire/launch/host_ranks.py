@@ -19,20 +19,25 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 
-from rankwire import runtime
 from rankwire.backends import connect
 from rankwire.clock import REAL_TIME
 from rankwire.environment import DEBUG_RANK, RANK
 from rankwire.errors import ConfigurationError
-from rankwire.launch.loop import Loop
-from rankwire.launch.process import BREAKPOINT_HOOK, Ending, OomCounter, Process, Terminal
+from rankwire.launch.output import Loop
+from rankwire.launch.process import (
+    BREAKPOINT_HOOK,
+    Ending,
+    OomCounter,
+    Process,
+    Subreaper,
+    Terminal,
+)
 from rankwire.launch.run_options import RunOptions
-from rankwire.launch.subreaper import Subreaper
 from rankwire.observe import tracebacks
 from rankwire.override import override
 from rankwire.rendezvous import schedulers
@@ -70,18 +75,16 @@ class LaunchedRank(Process):
         self,
         rank: int,
         world: JobSettings,
-        command: Sequence[str],
+        options: RunOptions,
         *,
-        incarnation: int = 0,
-        debugged: int | None = None,
-        tls_dir: Path | None = None,
-        leash: int | None = None,
-        log_file: Path | None = None,
+        incarnation: int,
+        leash: int | None,
+        log_file: Path | None,
     ) -> None:
         self.rank = rank
-        self._secret = SecretServer(rank_key(world.secret, rank, incarnation))
-        secret_fd = self._secret.theirs.fileno()
-        has_terminal = rank == debugged
+        self.secret = SecretServer(rank_key(world.secret, rank, incarnation))
+        secret_fd = self.secret.theirs.fileno()
+        has_terminal = rank == options.debugged
         variables = {
             RANK: rank,
             schedulers.WORLD_SIZE: world.size,
@@ -90,8 +93,8 @@ class LaunchedRank(Process):
             schedulers.COORDINATOR: "launcher",
             schedulers.RESTART_COUNT: world.attempt + incarnation,
             connect.SECRET_FD: secret_fd,
-            DEBUG_RANK: debugged,
-            connect.TLS_DIR: tls_dir,
+            DEBUG_RANK: options.debugged,
+            connect.TLS_DIR: options.tls_dir,
             tracebacks.LOG_FILE: log_file,
         }
         if not has_terminal and _BREAKPOINT not in os.environ:
@@ -101,34 +104,30 @@ class LaunchedRank(Process):
             super().__init__(
                 # Unbuffered, to show output when it is written; faulthandler prints a traceback of
                 # a crash in native code.
-                [sys.executable, "-u", "-X", "faulthandler", *command],
-                env=_inherited_environment(has_tls=tls_dir is not None) | given,
+                [sys.executable, "-u", "-X", "faulthandler", *options.command],
+                env=_inherited_environment(has_tls=options.tls_dir is not None) | given,
                 pass_fds=[secret_fd, *([] if leash is None else [leash])],
                 has_terminal=has_terminal,
             )
         except BaseException:
-            self._secret.close()
+            self.secret.close()
             raise
-        self._secret.theirs.close()
+        self.secret.theirs.close()
         self._terminal = Terminal()
         if has_terminal:
             self._terminal.give(self.pid)
-
-    def serve(self, selector: runtime.BaseSelector) -> None:
-        """Send it the secret on request."""
-        self._secret.serve(selector, self.pid)
 
     @override
     def check(self) -> Ending | None:
         ending = super().check()
         if ending is not None:
             self._terminal.take_back()
-            self._secret.close()  # its process id may soon be reused
+            self.secret.close()  # its process id may soon be reused
         return ending
 
     @override
     def close(self) -> None:
-        self._secret.close()
+        self.secret.close()
         super().close()
         self._terminal.take_back()
 
@@ -153,6 +152,7 @@ class HostRanks:
     """Start, watch and end the processes of this host's ranks. For one thread."""
 
     def __init__(self, options: RunOptions, loop: Loop, subreaper: Subreaper) -> None:
+        self.count = options.ranks
         self.ranks = range(0)
         self.stopped: list[int] = []
         self.killed: list[int] = []
@@ -165,11 +165,6 @@ class HostRanks:
         self._children: list[LaunchedRank] = []
         self._phase = _Phase.IDLE
         self._due = math.inf  # when to kill what is left, in STOPPING and CLEARING
-
-    @property
-    def count(self) -> int:
-        """The number of ranks on this host."""
-        return self._options.ranks
 
     def start(self, world: JobSettings, first_rank: int) -> None:
         """Start all ranks; raise ConfigurationError if one cannot start or has no certificate."""
@@ -194,12 +189,10 @@ class HostRanks:
                 child = LaunchedRank(
                     rank,
                     world,
-                    self._options.command,
+                    self._options,
                     incarnation=incarnation,
-                    debugged=self._options.debugged,
-                    tls_dir=self._options.tls_dir,
-                    log_file=None if logs is None else logs.path_of(rank),
                     leash=leash,
+                    log_file=None if logs is None else logs.path_of(rank),
                 )
                 self._children.append(child)
                 self._subreaper.reaper.watch(child.pid, leash)
@@ -208,7 +201,7 @@ class HostRanks:
             raise ConfigurationError(
                 f"rank {rank} cannot be started: {error.strerror}{hint}"
             ) from error
-        child.serve(self._loop.selector)
+        child.secret.serve(self._loop.selector, child.pid)
         if child.pipes:
             self._loop.output.attach(rank, *child.pipes)
 

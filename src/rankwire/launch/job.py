@@ -26,8 +26,8 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.attempt import Attempt, Restarts, first_failure
 from rankwire.launch.host_ranks import HostRanks, JobSettings
-from rankwire.launch.loop import Loop
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Parts, RemoteRanks
+from rankwire.launch.output import Loop
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
@@ -96,7 +96,9 @@ class LaunchedJob:
             on_suspected=lambda said: wakeup.post(lambda: self._attempt.rank_suspected(said)),
             on_hopeless=lambda reason: wakeup.post(lambda: self._say_began(reason)),
             on_joined=lambda member: wakeup.post(lambda: self._attempt.rank_joined(member.rank)),
-            on_doing=lambda rank, doing: wakeup.post(lambda: self._attempt.rank_does(rank, doing)),
+            on_doing=lambda rank, doing: wakeup.post(
+                lambda: self._attempt.doing.update({rank: doing})
+            ),
             ending_of=local.ending_of,
         )
         self._host = CoordinatorHost(
@@ -274,12 +276,12 @@ class LaunchedJob:
     # -- events ------------------------------------------------------------------------------------
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
-        self._attempt.rank_ended(rank, ending, by_itself)
+        self._attempt.ended[rank] = ending, by_itself
         has_failed = ending.is_failure and by_itself and not self._attempt.is_stopping
         if has_failed and self._options.failures.on_failure is OnFailure.RESTART:
             has_failed = not self._restarts_alone(rank, ending)
         elif has_failed and self._options.failures.on_failure is OnFailure.CONTINUE:
-            self._reporter.announce_loss(rank, ending)
+            self._reporter.announce_failure(rank, ending, "the others go on")
             has_failed = False
         if has_failed:
             self._attempt.stop_soon()
@@ -291,7 +293,8 @@ class LaunchedJob:
         pause = self._restarts.plan(rank, REAL_TIME.now())
         if pause is not None:
             count = f"restart {self._restarts.count(rank)} of {self._restarts.limit}"
-            self._reporter.announce_rank_restart(rank, ending, f"in {pause:g} s, {count}")
+            again = f"it starts again in {pause:g} s, {count}"
+            self._reporter.announce_failure(rank, ending, again)
         return pause is not None
 
     def _rank_gone(self, gone: Gone) -> None:

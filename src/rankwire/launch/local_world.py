@@ -19,10 +19,10 @@ from rankwire.backends.base import Backend
 from rankwire.backends.simulated import SimulatedBackend
 from rankwire.clock import REAL_TIME
 from rankwire.environment import default_timeout
-from rankwire.errors import ChannelClosedError
+from rankwire.errors import ChannelClosedError, RankFailedError
 from rankwire.fork import guard, invalidate
 from rankwire.launch.function_run import FunctionRun, Printer, Rank, RankOutcome, values_of
-from rankwire.launch.process_world import ProcessWorld
+from rankwire.launch.process_world import LEAVE_PATIENCE, ProcessWorld
 from rankwire.observe.stacks import stacks
 from rankwire.override import override
 from rankwire.public_dir import PublicDir
@@ -187,7 +187,7 @@ class LocalWorld(PublicDir):
 
     def close(self) -> None:
         """Interrupt all ranks, have them leave, and kill those that do not. Idempotent."""
-        self._close(None)
+        self._close(LEAVE_PATIENCE)
 
     @property
     def closed(self) -> bool:
@@ -207,12 +207,9 @@ class LocalWorld(PublicDir):
         result.set_running_or_notify_cancel()  # the rank has started it: it cannot be cancelled
 
         def settle(ended: Future[RankOutcome[T]]) -> None:
-            outcome = ended.result()
-            if outcome.returned:
-                result.set_result(outcome.result())
-            else:
-                failure = outcome.failure()
-                failure.__cause__ = outcome.error
+            try:
+                result.set_result(ended.result().result())
+            except RankFailedError as failure:
                 result.set_exception(failure)
 
         self._ranks[rank].start(function, args).add_done_callback(settle)
@@ -222,10 +219,10 @@ class LocalWorld(PublicDir):
         if self._closed:
             raise ChannelClosedError("this world is closed; start a new one with rankwire.local()")
 
-    def _close(self, patience: float | None) -> None:
+    def _close(self, patience: float) -> None:
         self._closed = True
         if self._processes is not None:
-            self._processes.close(**({} if patience is None else {"patience": patience}))
+            self._processes.close(patience=patience)
         for backend in self._backends:
             backend.close()
 

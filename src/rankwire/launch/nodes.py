@@ -25,7 +25,7 @@ from rankwire.errors import (
     RendezvousError,
 )
 from rankwire.launch.host_ranks import HostRanks, JobSettings
-from rankwire.launch.loop import Loop
+from rankwire.launch.output import Loop
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.run_options import RunOptions
 from rankwire.rendezvous.launchers import (
@@ -166,10 +166,6 @@ class Parts:
     def part_of(self, rank: int) -> HostRanks | RemoteRanks:
         """Return the part of a rank."""
         return next(part for part in self if rank in part.ranks)
-
-    def errors_of(self, rank: int) -> list[str]:
-        """Return the last lines that a rank wrote to stderr."""
-        return self.part_of(rank).errors_of(rank)
 
     def where(self, rank: int) -> str:
         """Return the host of a rank for the end of a sentence; empty with one host."""

@@ -280,23 +280,15 @@ class HeldErrors:
 
     def __init__(self, errors: Mapping[int, RankOutput]) -> None:
         self._errors = errors
-        self._holding: dict[RankOutput, None] = {}
+        self.streams: dict[RankOutput, None] = {}  # that hold back an error
         self._same: dict[int, list[int]] = {}  # by the rank that printed their error
-
-    def add(self, stream: RankOutput) -> None:
-        """Note that a stream holds back an error."""
-        self._holding[stream] = None
-
-    def streams(self) -> list[RankOutput]:
-        """Return the streams that hold back an error."""
-        return list(self._holding)
 
     def settle(self, stream: RankOutput, *, waits: bool = True) -> None:
         """Print what a stream holds back, or note the rank that printed the same error."""
         if not stream.settle(waits=waits):
-            self.add(stream)
+            self.streams[stream] = None
             return
-        self._holding.pop(stream, None)
+        self.streams.pop(stream, None)
         other = None if stream.repeats is None else stream.repeats.same_as
         if other is not None:
             stream.last_line = self._errors[other].last_line

@@ -36,7 +36,7 @@ _PROGRAM = (
 )
 _STREAMS: tuple[StreamName, ...] = ("stdout", "stderr")
 _READ_NBYTES = 65536
-_LEAVE_PATIENCE = 5.0  # seconds for processes to leave before they are killed
+LEAVE_PATIENCE = 5.0  # seconds for processes to leave before they are killed
 _END_PATIENCE = 5.0  # seconds for killed processes to be gone
 
 
@@ -68,7 +68,7 @@ class ProcessWorld:
             self.close(patience=0.0)
             raise
 
-    def close(self, *, patience: float = _LEAVE_PATIENCE) -> None:
+    def close(self, *, patience: float = LEAVE_PATIENCE) -> None:
         """Interrupt all ranks and have them leave; kill those that do not in time. Idempotent."""
         for rank in self.ranks:
             rank.interrupt()

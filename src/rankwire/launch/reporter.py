@@ -17,7 +17,6 @@ from rankwire.texts import name_ranks
 STATUS_EVERY = 0.25
 # Seconds without a status line, which a short job does not need.
 _STATUS_AFTER = 1.0
-_WARNING = "bold yellow"
 _MOST_PLACES = 2  # shown of ranks that waited for each other
 
 
@@ -166,15 +165,10 @@ class Reporter:
             self._output.quote(stacks.splitlines())
         return gist
 
-    def announce_rank_restart(self, rank: int, ending: Ending, when: str) -> None:
-        """Print that one rank restarts; ``when`` has the delay and the number of restarts."""
+    def announce_failure(self, rank: int, ending: Ending, then: str) -> None:
+        """Print that a rank has failed, and what happens then."""
         where = self._parts.where(rank)
-        self._output.say(f"rank {rank} failed ({ending}){where}: it starts again {when}", _WARNING)
-
-    def announce_loss(self, rank: int, ending: Ending) -> None:
-        """Print that a rank has failed and the others continue."""
-        where = self._parts.where(rank)
-        self._output.say(f"rank {rank} failed ({ending}){where}: the others go on", _WARNING)
+        self._output.say(f"rank {rank} failed ({ending}){where}: {then}", "bold yellow")
 
     def announce_restart(self, attempt: Attempt, count: str) -> None:
         """Print that all ranks restart, and why; ``count`` has the number of restarts."""

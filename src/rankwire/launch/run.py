@@ -19,18 +19,17 @@ from rankwire import runtime
 from rankwire.errors import ConfigurationError
 from rankwire.launch.host_ranks import HostRanks
 from rankwire.launch.job import LaunchedJob
-from rankwire.launch.loop import STOPPING, Loop, collected_signals
 from rankwire.launch.nodes import follow
-from rankwire.launch.output import Output
+from rankwire.launch.output import STOPPING, Loop, Output, collected_signals
+from rankwire.launch.process import Subreaper
 from rankwire.launch.reaper import Reaper
 from rankwire.launch.run_options import MAKE_A_SECRET, RunOptions
-from rankwire.launch.subreaper import Subreaper
 from rankwire.observe.tracebacks import is_everything_printed
 from rankwire.rendezvous.coordinator_host import bind
 from rankwire.rendezvous.reachability import allow_files
 from rankwire.rendezvous.runtime_dir import RUNTIME_DIR, WHAT_TO_SET, find_runtime_folder
 from rankwire.rendezvous.secret import MIN_SECRET_NBYTES, read_secret_file
-from rankwire.transports.security import Policy, choose_policy, files_of
+from rankwire.transports.security import choose_policy, files_of
 from rankwire.transports.tcp_stream import TcpAddress
 
 _SECRET_NBYTES = 32
@@ -52,7 +51,10 @@ def run(options: RunOptions) -> int:
     """
     options.check()
     secret = _secret(options.secret_file)
-    policy = _policy(options.hosts.master or _LOOPBACKS[0], options.tls_dir)
+    # Read now, to fail early; ``HostRanks.start`` checks the files of the ranks.
+    tls = None if options.tls_dir is None else files_of(options.tls_dir, "launcher")
+    master = TcpAddress.parse(options.hosts.master or _LOOPBACKS[0])
+    policy = choose_policy("auto", master, tls=tls)
     if options.tls_dir is not None:  # a program may change its working directory
         options = replace(options, tls_dir=options.tls_dir.absolute())
     _fill_standard_fds()
@@ -137,11 +139,6 @@ def _runtime_folder(output: Output) -> Iterator[None]:
                 stack.callback(os.environ.__setitem__, RUNTIME_DIR, before)
             os.environ[RUNTIME_DIR] = str(folder)
         yield
-
-
-def _policy(address: str, tls_dir: Path | None) -> Policy:
-    tls = None if tls_dir is None else files_of(tls_dir, "launcher")
-    return choose_policy("auto", TcpAddress.parse(address), tls=tls)
 
 
 def _reaper(grace: float) -> Reaper:
