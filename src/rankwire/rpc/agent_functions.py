@@ -94,7 +94,13 @@ class AgentFunctions:
 
     def _register(self, name: Any, target: T, replace: bool, copy: bool) -> T:
         if callable(target):
-            name = _own_name(target) if name is None else name
+            if name is None:
+                name = getattr(target, "__name__", None)
+                if not isinstance(name, str):
+                    raise ConfigurationError(
+                        f"{target!r:.200} is callable but has no name of its own; pass one: "
+                        'agent.register("name", function)'
+                    )
             self._registry.add(name, target, replace=replace, copies=copy)
         else:
             name = type(target).__name__ if name is None else name
@@ -137,13 +143,3 @@ class AgentFunctions:
         """Return the function registered under a name, or None."""
         function = self._registry.functions.get(name)
         return None if function is None else function.target
-
-
-def _own_name(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__name__", None)
-    if isinstance(name, str):
-        return name
-    raise ConfigurationError(
-        f"{function!r:.200} is callable but has no name of its own; pass one: "
-        'agent.register("name", function)'
-    )

@@ -139,14 +139,10 @@ class ServedCall(Call):
 
     def answer_deferred(self, future: Future[Any]) -> None:
         """Reply with the outcome of a future, or that it was cut short, without waiting."""
-        if future.done():
-            message = self._outcome_of(future)
-        else:
-            message = self._cancelled_reply(began=True)
-        self._reply_without_waiting(message)
+        self._reply_without_waiting(self._outcome_of(future))
 
     def _outcome_of(self, future: Future[Any]) -> Message:
-        if future.cancelled():
+        if not future.done() or future.cancelled():
             return self._cancelled_reply(began=True)
         error = future.exception()
         if error is not None:

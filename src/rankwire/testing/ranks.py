@@ -104,9 +104,14 @@ def run_ranks(
     """
     limit = timeout + _BEYOND_OPERATIONS if limit is None else limit
     if processes:
-        ended = _run_processes(
-            world_size, _transport(backend), timeout, options, function, args, limit
-        )
+        transport = _transport(backend)
+        launched = ProcessWorld(world_size, {"transport": transport, "timeout": timeout, **options})
+        try:
+            ended = _run(launched.ranks, launched.printer, function, args, limit)
+        except BaseException:
+            launched.close(patience=0.0)
+            raise
+        launched.close()
         return list(in_rank_order(ended)) if outcomes else values_of(ended)
     with _world_maker(backend)(world_size, timeout=timeout, **options) as world:
         ranks = [RankThread(mine) for mine in world]
@@ -165,25 +170,6 @@ def _run(
             raise
         culprit.error.add_note(str(stuck))
         return [outcome for outcome in run.ended if outcome.rank not in stuck.ranks]
-
-
-def _run_processes(
-    world_size: int,
-    transport: Transport,
-    timeout: float,
-    options: dict[str, Any],
-    function: Callable[..., T],
-    args: tuple[Any, ...],
-    limit: float,
-) -> list[RankOutcome[T]]:
-    world = ProcessWorld(world_size, {"transport": transport, "timeout": timeout, **options})
-    try:
-        ended: list[RankOutcome[T]] = _run(world.ranks, world.printer, function, args, limit)
-    except BaseException:
-        world.close(patience=0.0)
-        raise
-    world.close()
-    return ended
 
 
 def _values(ended: Sequence[RankOutcome[T]]) -> list[T]:
