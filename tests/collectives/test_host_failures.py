@@ -78,8 +78,8 @@ def all_sum_up(ranks):
 @pytest.mark.parametrize("unable", range(4))
 def test_if_one_rank_cannot_share_all_go_by_messages(monkeypatch, unable):
     with threads_on(TWO_BY_TWO) as world:
-        for method in ("new_segment", "open_segment"):
-            monkeypatch.setattr(world[unable], method, lambda *args: None)
+        for method in ("make", "open"):
+            monkeypatch.setattr(world[unable].mesh.segments, method, lambda *args: None)
         for _ in range(2):
             assert everywhere(sum_up, world) == [4.0] * 4
         assert not any(works_by_hosts(backend) for backend in world)
@@ -98,7 +98,7 @@ def test_a_host_of_another_kind_decides_for_all(monkeypatch):
     """Its ranks know that they cannot, and take part in the agreement all the same."""
     with threads_on(TWO_BY_TWO) as world:
         for backend in world[2:]:
-            monkeypatch.setattr(backend, "shares_memory", False)
+            monkeypatch.setattr(backend.mesh, "shares_memory", False)
         assert everywhere(sum_up, world) == [4.0] * 4
         assert not any(works_by_hosts(backend) for backend in world)
 

@@ -243,7 +243,7 @@ def test_a_type_that_is_not_carried_is_refused_by_its_path_before_anything_is_se
             assert caught.value.path.endswith(path)
             assert caught.value.type_name == "_thread.lock"
             assert caught.value.rank == backend.rank
-            assert "sent" not in backend.__dict__
+            assert not backend.sent
 
 
 @pytest.mark.parametrize("values", [None, [], [1], [1, 2, 3]])

@@ -87,8 +87,8 @@ def test_nobody_shares_if_it_is_turned_off(option):
 @pytest.mark.parametrize("unable", [0, 1, 2])
 def test_nobody_shares_if_one_cannot(monkeypatch, unable):
     with tcp_world(3) as world:
-        method = "new_segment" if unable == 0 else "open_segment"
-        monkeypatch.setattr(world[unable], method, lambda *args: None)
+        method = "make" if unable == 0 else "open"
+        monkeypatch.setattr(world[unable].mesh.segments, method, lambda *args: None)
         for _ in range(2):
             assert everywhere(sum_up, world) == [3.0] * 3
         assert [slots(backend) for backend in world] == [None] * 3

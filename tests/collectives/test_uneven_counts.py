@@ -162,7 +162,7 @@ def test_wrong_counts_are_refused_before_anything_is_sent(counts, words):
     with counting_world(2) as world:
         with pytest.raises(ConfigurationError, match=words):
             rankwire.all_to_all(world[0], np.ones(4), **counts)
-        assert "sent" not in world[0].__dict__
+        assert not world[0].sent
 
 
 def test_a_count_that_is_no_whole_number_is_refused():

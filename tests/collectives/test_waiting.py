@@ -177,7 +177,9 @@ def test_only_a_few_of_many_ask_the_missing_rank_what_it_does(monkeypatch):
         in_parallel([partial(rankwire.barrier, backend, timeout=MINUTES) for backend in world])
         for backend in world:
             monkeypatch.setattr(
-                backend, "doing_of", lambda rank, deadline, b=backend: asking.append(b.rank) or ""
+                backend.mesh,
+                "doing_of",
+                lambda rank, deadline, b=backend: asking.append(b.rank) or "",
             )
         for run in start(world, partial(rankwire.barrier, timeout=2.0), absent=[2]).values():
             assert isinstance(run.error(), (DeadlineExceededError, CollectiveAbortedError))

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rankwire.backends.tcp import TcpBackend
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.operation import Operation
 from rankwire.collectives.slots import SharedSlots
+from rankwire.mesh.segments import Segments
 from rankwire.transports.shared_segment import SharedSegment
 
 STEP_WRITTEN = "the step is written"
@@ -92,9 +92,9 @@ def _around(passages: Passages, method: Callable[..., Any]) -> Callable[..., Any
 
 # Between two of them a rank does nothing that another one could see, but write its slot.
 _POINTS = [
-    (Operation, "run", _around),
-    (TcpBackend, "new_segment", _after),
-    (TcpBackend, "open_segment", _after),
+    (Operation, "run_and_end", _around),
+    (Segments, "make", _after),
+    (Segments, "open", _after),
     (SharedSegment, "keep_private", _after),
     (Exchange, "send_buffers", _around),
     (Exchange, "receive", _after),

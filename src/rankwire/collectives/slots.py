@@ -84,7 +84,7 @@ def _offer_segment(
 
     Returns it and the slot size that all hosts can use, 0 if a host has no segment.
     """
-    segments = backend.mesh.segments
+    segments = backend.mesh.segments if backend.mesh.shares_memory else None
     segment = None if segments is None else segments.make(0, inside.size)
     try:
         offer = b"" if segment is None else segment.offer
