@@ -100,7 +100,10 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
 def all_gather_directly(
     x: Exchange, own: Array, parts: Sequence[Array], *, has_met: bool = False
 ) -> None:
-    """Fill the parts of all ranks: each rank sends its own to every other one."""
+    """Fill the parts of all ranks: each rank sends its own to every other one.
+
+    ``has_met`` says that all ranks are known to be in the operation.
+    """
     step = _SPREAD if has_met else _GATHER
     arriving = _expect_much(x, step, parts)
     if not has_met:

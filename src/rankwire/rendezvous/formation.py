@@ -156,7 +156,10 @@ class Formation:
         self._coordinator.wait_formed(deadline)
 
     def _find_key_of(self, hello: Hello) -> bytes:
-        """Return the key of the rank that a peer claims to be; a random key if there is none."""
+        """Return the key of the rank that a peer claims to be; a random key if there is none.
+
+        Runs on the acceptor's thread.
+        """
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return self.keys.of_rank(hello.rank)
         is_of_a_rank = hello.purpose in BETWEEN_RANKS

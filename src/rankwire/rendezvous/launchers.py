@@ -224,7 +224,9 @@ def dial_launcher(
     deadline: Deadline,
     check: Callable[[], None],
 ) -> LauncherLink:
-    """Connect once to the launcher of node 0, and call ``check`` repeatedly while waiting.
+    """Connect once to the launcher of node 0.
+
+    ``check`` is called repeatedly while waiting; an exception from it ends the wait.
 
     Raises:
         NoConnectionError: No launcher listens there yet.

@@ -40,7 +40,10 @@ def host_id() -> str:
 
 
 def runtime_folder() -> Path:
-    """Return this user's runtime folder; log a warning, once, if it is not the first choice."""
+    """Return this user's runtime folder; log a warning, once, if it is not the first choice.
+
+    Raises ConfigurationError if no folder is safe.
+    """
     folder, trouble = find_runtime_folder()
     if trouble and trouble not in _said:
         _said.add(trouble)
