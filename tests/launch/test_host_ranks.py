@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rankwire.launch.host_ranks import HostRanks, JobSettings, LaunchedRank
+from rankwire.launch.host_ranks import HostRanks, LaunchedRank
 from rankwire.launch.output import Loop, Output
 from rankwire.launch.process import Subreaper
 from rankwire.launch.reaper import Reaper
-from rankwire.launch.run_options import RunOptions
+from rankwire.launch.run_options import JobHosts, RunOptions
+from rankwire.rendezvous.launchers import Start
 
-WORLD = JobSettings(2, "127.0.0.1:1", "job", b"x" * 32)
+HOSTS = JobHosts(master="127.0.0.1:1")
 
 
 @pytest.fixture
@@ -24,9 +25,9 @@ def ranks(tmp_path: Path):
         closing(Subreaper(reaper)) as subreaper,
     ):
         output = Output(selector)
-        options = RunOptions([str(tmp_path / "script.py")], ranks=2, grace=0.1)
-        local = HostRanks(options, Loop(selector, list, output), subreaper)
-        local.start(WORLD, 0)
+        options = RunOptions([str(tmp_path / "script.py")], ranks=2, hosts=HOSTS, grace=0.1)
+        local = HostRanks(options, Loop(selector, list, output), subreaper, b"x" * 32)
+        local.start(Start(2, 0, "job", 0))
         yield local
         local.close()
         output.close()

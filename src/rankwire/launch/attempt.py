@@ -239,7 +239,7 @@ class Attempt:
                 self._fell.add(gone.rank)
 
     def rank_suspected(self, suspected: Suspected) -> None:
-        """Record that a member is silent, or that it was heard again."""
+        """Record that a member is silent, or that it responds again."""
         if suspected.seconds:
             self.suspected.add(suspected.rank)
         else:

@@ -9,7 +9,7 @@ States; each leads only downwards until the next ``start``::
     OVER       nothing runs
 
 In RUNNING, a rank that has ended may be restarted alone. If that is allowed, CLEARING begins only
-after the owner calls ``release``. The owner calls ``look`` after each turn of its loop.
+after the order ``Release``. The owner calls ``look`` after each turn of its loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from rankwire.launch.run_options import RunOptions
 from rankwire.observe import tracebacks
 from rankwire.override import override
 from rankwire.rendezvous import schedulers
-from rankwire.rendezvous.launchers import End, Kill, Order, Release, Restart, Stop
+from rankwire.rendezvous.launchers import End, Kill, Order, Release, Restart, Start, Stop
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.rendezvous.secret import SecretServer
 from rankwire.texts import name_ranks
@@ -56,39 +56,28 @@ _POLL = 0.02
 _KILLING_ROUNDS = 10
 
 
-@dataclass(frozen=True)
-class JobSettings:
-    """Hold the settings that all ranks of a job share."""
-
-    size: int  # ranks on all hosts
-    address: str  # of the launcher's coordinator
-    job: str
-    secret: bytes = field(repr=False)  # each rank gets a key derived from it
-    attempt: int = 0  # how many times all ranks were started before
-    stays: bool = False  # a rank that has ended may be restarted alone
-
-
 class LaunchedRank(Process):
     """Start and watch the process of one rank, with the terminal if it is debugged."""
 
     def __init__(
         self,
         rank: int,
-        world: JobSettings,
+        world: Start,
         options: RunOptions,
         *,
         incarnation: int,
+        secret: bytes,
         leash: int | None,
         log_file: Path | None,
     ) -> None:
         self.rank = rank
-        self.secret = SecretServer(rank_key(world.secret, rank, incarnation))
+        self.secret = SecretServer(rank_key(secret, rank, incarnation))
         secret_fd = self.secret.theirs.fileno()
         has_terminal = rank == options.debugged
         variables = {
             RANK: rank,
-            schedulers.WORLD_SIZE: world.size,
-            schedulers.ADDRESS: world.address,
+            schedulers.WORLD_SIZE: world.world_size,
+            schedulers.ADDRESS: options.hosts.master,
             schedulers.JOB: world.job,
             schedulers.COORDINATOR: "launcher",
             schedulers.RESTART_COUNT: world.attempt + incarnation,
@@ -151,7 +140,9 @@ class _Phase(Enum):
 class HostRanks:
     """Start, watch and end the processes of this host's ranks. For one thread."""
 
-    def __init__(self, options: RunOptions, loop: Loop, subreaper: Subreaper) -> None:
+    def __init__(
+        self, options: RunOptions, loop: Loop, subreaper: Subreaper, secret: bytes
+    ) -> None:
         self.count = options.ranks
         self.ranks = range(0)
         self.stopped: list[int] = []
@@ -160,29 +151,31 @@ class HostRanks:
         self._options = options
         self._loop = loop
         self._subreaper = subreaper
-        self._world: JobSettings | None = None
+        self._secret = secret  # each rank gets a key derived from it
+        self._world: Start | None = None
+        self._stays = False  # a rank that has ended may be restarted alone
         self._memory = OomCounter()
         self._children: list[LaunchedRank] = []
         self._phase = _Phase.IDLE
         self._due = math.inf  # when to kill what is left, in STOPPING and CLEARING
 
-    def start(self, world: JobSettings, first_rank: int) -> None:
+    def start(self, world: Start) -> None:
         """Start all ranks; raise ConfigurationError if one cannot start or has no certificate."""
-        tls_dir = self._options.tls_dir
-        if tls_dir is not None:
-            for rank in range(first_rank, first_rank + self.count):
-                files_of(tls_dir, rank)
+        ranks = range(world.first_rank, world.first_rank + self.count)
+        if self._options.tls_dir is not None:
+            for rank in ranks:
+                files_of(self._options.tls_dir, rank)
         self.close()
         self._children = []
         self.stopped, self.killed = [], []
-        self.ranks = range(first_rank, first_rank + self.count)
+        self.ranks = ranks
         self._due = math.inf
         self._phase = _Phase.RUNNING
-        self._world = world
+        self._world, self._stays = world, world.stays
         for rank in self.ranks:
             self._start(rank, world)
 
-    def _start(self, rank: int, world: JobSettings, incarnation: int = 0) -> None:
+    def _start(self, rank: int, world: Start, incarnation: int = 0) -> None:
         logs = self._loop.output.logs
         try:
             with self._subreaper.reaper.new_leash() as leash:
@@ -191,6 +184,7 @@ class HostRanks:
                     world,
                     self._options,
                     incarnation=incarnation,
+                    secret=self._secret,
                     leash=leash,
                     log_file=None if logs is None else logs.path_of(rank),
                 )
@@ -208,12 +202,14 @@ class HostRanks:
     def obey(self, order: Order) -> None:
         """Carry out an order of the job."""
         match order:
+            case Start():
+                self.start(order)
             case Restart(rank, incarnation):
                 self.restart(rank, incarnation)
             case End(rank):
                 self.end(rank)
             case Release():
-                self.release()
+                self._stays = False  # this is over when all ranks have ended
             case Stop(number):
                 self.stop(number)
             case Kill():
@@ -237,11 +233,6 @@ class HostRanks:
         for child in self._children:
             if child.rank == rank and child.ending is None and self._phase is _Phase.RUNNING:
                 child.send_group(signal.SIGKILL)
-
-    def release(self) -> None:
-        """Allow no further restart, so that this is over when all ranks have ended."""
-        if self._world is not None:
-            self._world = replace(self._world, stays=False)
 
     @property
     def alive(self) -> list[int]:
@@ -279,8 +270,7 @@ class HostRanks:
         self._subreaper.collect(self._groups)
         if self._phase is _Phase.STOPPING and REAL_TIME.now() >= self._due:
             self.kill()
-        assert self._world is not None
-        is_waiting = self._world.stays and self._phase is _Phase.RUNNING
+        is_waiting = self._stays and self._phase is _Phase.RUNNING
         if self._phase is not _Phase.CLEARING and not self.alive and not is_waiting:
             self._begin_clearing()
         if self._phase is _Phase.CLEARING:

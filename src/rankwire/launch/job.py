@@ -18,21 +18,20 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from dataclasses import replace
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.launch.attempt import Attempt, Restarts, first_failure
-from rankwire.launch.host_ranks import HostRanks, JobSettings
+from rankwire.launch.host_ranks import HostRanks
 from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Parts, RemoteRanks
 from rankwire.launch.output import Loop
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
 from rankwire.launch.run_options import OnFailure, RunOptions
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
-from rankwire.rendezvous.launchers import End, Kill, LauncherLink, Release, Restart, Stop
+from rankwire.rendezvous.launchers import End, Kill, LauncherLink, Release, Restart, Start, Stop
 from rankwire.rendezvous.reports import Told
 from rankwire.texts import name_ranks
 from rankwire.transports.security import Policy
@@ -71,7 +70,6 @@ class LaunchedJob:
         options: RunOptions,
         *,
         listener: runtime.Socket,
-        address: str,
         secret: bytes,
         policy: Policy,
     ) -> None:
@@ -81,8 +79,7 @@ class LaunchedJob:
         self._options = options
         restarts_alone = options.failures.on_failure is OnFailure.RESTART
         self._restarts = Restarts(options.failures.max_restarts if restarts_alone else 0)
-        name, stays = f"run-{runtime.token_hex(4)}", self._restarts.limit > 0
-        self._settings = JobSettings(0, address, name, secret, stays=stays)  # size: see _start
+        self._name = f"run-{runtime.token_hex(4)}"
         self._attempt = Attempt()
         self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code
         self._requests = _Requests()
@@ -105,11 +102,11 @@ class LaunchedJob:
             listener,
             local.count,
             secret=secret,
-            job=name,
+            job=self._name,
             clock=REAL_TIME,
             policy=policy,
             told=told,
-            are_restarted=stays,
+            are_restarted=self._restarts.limit > 0,
             nodes=options.hosts.nodes,
             on_launcher=lambda node, link: wakeup.post(lambda: self._launcher_came(node, link)),
         )
@@ -158,19 +155,17 @@ class LaunchedJob:
     # -- hosts -------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        deadline = Deadline(GATHER_LIMIT, REAL_TIME)
+        deadline, address = Deadline(GATHER_LIMIT, REAL_TIME), self._options.hosts.master
         while missing := self._parts.missing_nodes():
             if deadline.expired:
                 raise ConfigurationError(
                     f"no launcher came for node {', '.join(map(str, missing))} within"
-                    f" {deadline.limit:g} s; start it there with --master {self._settings.address}"
+                    f" {deadline.limit:g} s; start it there with --master {address}"
                 )
             for number in self._loop.turn(STATUS_EVERY):
                 self._obey(number)
             nodes = ", ".join(map(str, missing))
-            self._loop.output.remind(
-                f"waiting for the launcher of node {nodes} at {self._settings.address}"
-            )
+            self._loop.output.remind(f"waiting for the launcher of node {nodes} at {address}")
             if self._requests.first is not None:
                 return
 
@@ -206,14 +201,13 @@ class LaunchedJob:
 
     def _start(self, attempt: int) -> None:
         size = sum(part.count for part in self._parts)
-        job = f"{self._settings.job}.{attempt}"
+        job = f"{self._name}.{attempt}"
         self._attempt = Attempt()
         self._restarts = Restarts(self._restarts.limit)
         self._host.expect(world_size=size, job=job)
-        world = replace(self._settings, size=size, job=job, attempt=attempt)
         first_rank = 0
         for part in self._parts:
-            part.start(world, first_rank)
+            part.obey(Start(size, first_rank, job, attempt, self._restarts.limit > 0))
             first_rank += part.count
 
     def _supervise(self) -> None:

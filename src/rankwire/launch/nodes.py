@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from rankwire import runtime
@@ -24,25 +24,21 @@ from rankwire.errors import (
     RankwireError,
     RendezvousError,
 )
-from rankwire.launch.host_ranks import HostRanks, JobSettings
+from rankwire.launch.host_ranks import HostRanks
 from rankwire.launch.output import Loop
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.run_options import RunOptions
 from rankwire.rendezvous.launchers import (
     Asked,
-    End,
     Ended,
     Finish,
     Here,
-    Kill,
     LauncherLink,
     Message,
     Order,
     Over,
-    Release,
     Restart,
     Start,
-    Stop,
     Trouble,
     dial_launcher,
 )
@@ -50,7 +46,7 @@ from rankwire.transports.security import Policy
 
 # Seconds that the launchers of a job wait for each other.
 GATHER_LIMIT = 300.0
-# Seconds that a launcher which was told to end gives the readers of its output.
+# Seconds that a stopped launcher gives the readers of its output.
 LAST_WORDS = 1.0
 _PAUSE = 0.25
 _LOST_EXIT_CODE = 1
@@ -85,18 +81,16 @@ class RemoteRanks:
         self._link = link
         self.close = _listen(loop, link, self._handle, self._lose)
 
-    def start(self, world: JobSettings, first_rank: int) -> None:
-        """Have the launcher start its ranks, numbered from ``first_rank``."""
-        self.ranks = range(first_rank, first_rank + self.count)
-        self.alive = list(self.ranks)
-        self.stopped, self.killed, self._errors = [], [], {}
-        self.is_over = False
-        self._link.tell(Start(world.size, first_rank, world.job, world.attempt, world.stays))
-
     def obey(self, order: Order) -> None:
         """Have the launcher carry out an order."""
-        if isinstance(order, Restart):
-            self.alive.append(order.rank)
+        match order:
+            case Start(first_rank=first_rank):
+                self.ranks = range(first_rank, first_rank + self.count)
+                self.alive = list(self.ranks)
+                self.stopped, self.killed, self._errors = [], [], {}
+                self.is_over = False
+            case Restart(rank):
+                self.alive.append(rank)
         self._link.tell(order)
 
     def look(self) -> None:
@@ -107,7 +101,7 @@ class RemoteRanks:
         return self._errors.get(rank, [])
 
     def finish(self, code: int, text: str, *, was_asked: bool) -> None:
-        """Tell the launcher that the job is over; ignore what it sends and its hang-up."""
+        """Notify the launcher that the job is over; ignore its messages and its loss."""
         self.events = LauncherEvents()
         self._link.tell(Finish(code, text, was_asked))
 
@@ -185,7 +179,7 @@ def _listen(
     hanging_up = ExitStack()
     hanging_up.callback(link.close)
 
-    def hear() -> None:
+    def receive() -> None:
         try:
             messages = link.receive()
         except RankwireError as error:
@@ -195,7 +189,7 @@ def _listen(
         for message in messages:
             obey(message)
 
-    loop.selector.register(link, runtime.EVENT_READ, hear)
+    loop.selector.register(link, runtime.EVENT_READ, receive)
     hanging_up.callback(loop.selector.unregister, link)
     return hanging_up.close
 
@@ -221,8 +215,7 @@ def follow(
         link = _find_node_0(loop, dial, address, node)
     except _InterruptedError as interrupted:
         return loop.write_rest(128 + interrupted.number, patience=LAST_WORDS)
-    settings = JobSettings(0, address, "", secret)
-    with closing(_Follower(loop, ranks, link, settings, node)) as follower:
+    with closing(_Follower(loop, ranks, link, node)) as follower:
         code = follower.run()
     return loop.write_rest(code, patience=LAST_WORDS if follower.was_asked else math.inf)
 
@@ -262,7 +255,6 @@ class _Follower:
     loop: Loop
     ranks: HostRanks
     link: LauncherLink
-    settings: JobSettings  # of which node 0 completes the rest
     node: int
     was_asked: bool = False
     failed: list[int] = field(default_factory=list)
@@ -293,28 +285,20 @@ class _Follower:
 
     def _obey(self, message: Message) -> None:
         match message:
-            case Start(world_size, first_rank, job, attempt, stays):
+            case Start(attempt=attempt):
                 self.failed, self.has_reported = [], False
                 if attempt:
                     self.loop.output.say(f"starting the ranks here again, restart {attempt}")
-                world = replace(
-                    self.settings, size=world_size, job=job, attempt=attempt, stays=stays
-                )
-                self._start(partial(self.ranks.start, world, first_rank))
             case Restart(rank):
                 self.failed = [other for other in self.failed if other != rank]
-                self._start(partial(self.ranks.obey, message))
-            case End() | Release() | Stop() | Kill():
-                self.ranks.obey(message)
             case Finish(code, text, was_asked):
                 self.code = code
                 self.was_asked |= was_asked
                 if text:
                     self.loop.output.say(text)
-
-    def _start(self, start: Callable[[], None]) -> None:
         try:
-            start()
+            if isinstance(message, Order):
+                self.ranks.obey(message)
         except ConfigurationError as error:
             reason = f"the launcher of node {self.node} cannot start: {error.message}"
             self.link.tell(Trouble(reason, _LOST_EXIT_CODE))

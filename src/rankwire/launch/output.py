@@ -72,7 +72,7 @@ class Output:
         self.logs = LogFolder(log_dir) if log_dir is not None else None
         self._stdout = OutputQueue(sys.stdout, 1)
         self._stderr = OutputQueue(sys.stderr, 2)
-        if self._stderr.is_terminal and _are_one_file(1, 2):
+        if self._stderr.is_terminal and os.path.sameopenfile(1, 2):
             # One queue for one screen, so that no line is written into the status line.
             self._stdout = self._stderr
         self._remind_at = REAL_TIME.now() + REMIND_AFTER
@@ -248,13 +248,6 @@ class Output:
                     stream.pipe, runtime.EVENT_READ, partial(self._read, stream)
                 )
                 stream.is_paused = False
-
-
-def _are_one_file(one: int, other: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(one), os.fstat(other))
-    except OSError:  # a descriptor is closed
-        return False
 
 
 class Loop:

@@ -77,14 +77,15 @@ def run(options: RunOptions) -> int:
         subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
         if not subreaper.is_adopting:
             output.say("processes that ranks start in other sessions may be left running here")
-        local = HostRanks(options, loop, subreaper)
+        listener = None
+        if options.hosts.node == 0:
+            listener, address = _listen(options, output)
+            options = replace(options, hosts=replace(options.hosts, master=address))
+        local = HostRanks(options, loop, subreaper, secret)
         stack.callback(local.close)
-        if options.hosts.node > 0:
+        if listener is None:
             return follow(loop, local, options, secret=secret, policy=policy)
-        listener, address = _listen(options, output)
-        job = LaunchedJob(
-            loop, local, options, listener=listener, address=address, secret=secret, policy=policy
-        )
+        job = LaunchedJob(loop, local, options, listener=listener, secret=secret, policy=policy)
         stack.callback(job.close)
         return job.run()
 

@@ -133,10 +133,8 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     was_asked: bool = False
 
 
-Order = Restart | End | Release | Stop | Kill  # about ranks that were started
-Message = (
-    Here | Start | Restart | End | Release | Ended | Stop | Kill | Over | Asked | Trouble | Finish
-)
+Order = Start | Restart | End | Release | Stop | Kill
+Message = Order | Here | Ended | Over | Asked | Trouble | Finish
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
