@@ -202,7 +202,10 @@ class RpcFuture(PublicDir, LoggedFuture[R]):
         super().add_done_callback(fn)
 
     def when_ended(self, on_end: OnEnd) -> None:
-        """Call ``on_end`` once it is done, perhaps twice. It must not raise."""
+        """Call ``on_end`` once it is done, without having its reply read early.
+
+        It must not raise, and may be called twice.
+        """
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
             self._call_on_end()

@@ -131,6 +131,7 @@ class JobQueue:
         return None
 
     def _admit(self, job: Job) -> str | None:
+        # The mutex is held.
         if job.depth > 0:
             if self.running_nested < self._max_nested:
                 self.running_nested += 1

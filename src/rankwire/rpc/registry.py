@@ -172,7 +172,10 @@ class Registry:
         self._add({name: target}, replace=replace, copies=copies)
 
     def add_object(self, name: str, thing: object, *, replace: bool, copies: bool = False) -> None:
-        """Register all public methods of an object as ``name.method``, or none of them."""
+        """Register all public methods of an object as ``name.method``, or none of them.
+
+        With ``replace``, methods of the former object of that name are removed.
+        """
         methods = exposed_methods(thing)
         if not methods:
             raise ConfigurationError(
