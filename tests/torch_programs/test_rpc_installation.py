@@ -53,6 +53,9 @@ def test_torchs_names_are_ours_until_it_is_undone():
     undo()  # once more does nothing
 
 
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch.jit.script, if imported first here
 def test_a_program_of_torchs_runs_on_ours():
     def check(rank):
         undo = rpc.install()

@@ -115,10 +115,7 @@ class OperationWork(dist._Work):  # type: ignore[misc]
 
 
 class MessageWork(dist._Work):  # type: ignore[misc]
-    """The handle of a tensor that is being sent or received.
-
-    ``store`` copies the received data into a tensor that was not received in place.
-    """
+    """The handle of a message; ``store`` copies it to a tensor that was not received in place."""
 
     def __init__(
         self,

@@ -196,8 +196,7 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if state.session is None:
-            raise RuntimeError(NOT_INITIALIZED)
+        current()
         return func(*args, **kwargs)
 
     return wrapper

@@ -61,9 +61,6 @@ def _here() -> Engine:
     return _engine
 
 
-# -- what users call -------------------------------------------------------------------------------
-
-
 def is_available() -> bool:
     """Return True: distributed autograd can always be used."""
     return True
@@ -111,10 +108,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """Return the gradients on this rank in a context, by leaf.
-
-    Change them only after the last pass: the next one adds to them.
-    """
+    """Return the gradients on this rank, by leaf. Change them only after the last pass."""
     return _here().contexts.find(context_id).gradients()
 
 
@@ -140,9 +134,6 @@ def _check_roots(roots: Sequence[Tensor]) -> None:
             raise RuntimeError(f"root {number} is not a scalar, all roots need to be scalar")
         if root.grad_fn is None:
             raise RuntimeError(f"root {number} does not have a valid gradient function")
-
-
-# -- what torch's own code and tests ask for -------------------------------------------------------
 
 
 def _new_context() -> Context:

@@ -63,8 +63,6 @@ class Engine:
         for thread in list(self._threads):  # they end, unless a user's function hangs
             self._agent.backend.clock.join(thread, _GRACE)
 
-    # -- contexts ----------------------------------------------------------------------------------
-
     def end(self, number: int) -> None:
         """End a context here and on all ranks that know it from here."""
         context = self.contexts.get(number)
@@ -107,8 +105,6 @@ class Engine:
         else:
             asked.add_done_callback(end_unless_adopted)
 
-    # -- conducting --------------------------------------------------------------------------------
-
     def backward(self, context: Context, roots: Sequence[Tensor], *, retain_graph: bool) -> None:
         """Conduct a pass until it ends on all ranks; raise an error that names the failed rank."""
         deadline = Deadline(self._time_limit() or math.inf, self._agent.backend.clock)
@@ -146,8 +142,6 @@ class Engine:
     def notify(self, rank: int, name: str, *args: Any) -> None:
         """Call a verb on a rank that may be lost, and ignore the outcome."""
         self._agent.rpc_async(rank, name, *args).disregard()
-
-    # -- serving -----------------------------------------------------------------------------------
 
     def _serve_end(self, number: int) -> None:
         src = sender()

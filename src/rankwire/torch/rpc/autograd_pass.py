@@ -70,8 +70,6 @@ class LocalPass:
         self._is_begun = False
         self._failure: BaseException | None = None
 
-    # -- what takes part ---------------------------------------------------------------------------
-
     def reach_from_roots(self) -> list[tuple[int, int]]:
         """Return the messages that gradients of the roots reach, by sender and number."""
         return self._reach([root.grad_fn for root in self._roots])
@@ -102,8 +100,6 @@ class LocalPass:
             else:
                 nodes.extend(after for after, _ in node.next_functions if after is not None)
         return found
-
-    # -- running -----------------------------------------------------------------------------------
 
     def run(self, *, retain_graph: bool) -> None:
         """Run this rank's part and add the gradients of leaves to the context's."""
@@ -158,8 +154,6 @@ class LocalPass:
         delivery = self._deliver(peer, number, gradients)
         if delivery is not None:  # to another rank
             self._deliveries.append(delivery)
-
-    # -- what other ranks have to say --------------------------------------------------------------
 
     def arrive(self, number: int, gradients: Gradients) -> None:
         """Store gradients that have arrived for a message; raise if none are awaited."""

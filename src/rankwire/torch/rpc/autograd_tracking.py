@@ -163,8 +163,6 @@ class Tracking:
             return TrackedResult(context, result)
         return _tracked_future(context, result)
 
-    # -- hooks of the codec ------------------------------------------------------------------------
-
     def _take_call(self, call: TrackedCall, sending: TakeContext) -> list[Any]:
         context = call.context
         assert context is not None

@@ -133,10 +133,7 @@ class HandleUpdates:
 
 
 def apply_updates(objects: OwnedObjects, src: int, world_size: int, updates: list[Any]) -> None:
-    """Apply another rank's updates to the counts of this rank's objects.
-
-    A refused update does not stop the others: that rank may hold a handle of nothing.
-    """
+    """Apply another rank's updates; a refused one does not stop the others, and is raised last."""
     refusal: Exception | None = None
     for kind, creator, number, key, first, second in updates:
         if not all(type(part) is int for part in (creator, number, key, first, second)):

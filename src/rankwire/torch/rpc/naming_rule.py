@@ -124,8 +124,6 @@ class NamingRule:
         """Return whether others can reach what a module defines, exposed or not."""
         return self._is_open(_canonical(name))
 
-    # -- looking up --------------------------------------------------------------------------------
-
     def _look_up(self, name: str) -> _Known:
         module_name, path = _parts(name)
         module = sys.modules.get(module_name)

@@ -60,8 +60,6 @@ class ObjectServer:
         """Run no more methods of objects that are still being created."""
         self.threads.close()
 
-    # -- what is served ----------------------------------------------------------------------------
-
     def make(
         self, creator: int, number: int, key: int, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
@@ -126,8 +124,6 @@ class ObjectServer:
     def _find(self, creator: int, number: int, key: int) -> OwnedObject:
         return self._owned.expect(_id(creator, number, key), sender())
 
-    # -- making ------------------------------------------------------------------------------------
-
     def _begin(self, creator: int, number: int, key: int) -> OwnedObject:
         src = sender()
         if creator != src:
@@ -162,8 +158,6 @@ class ObjectServer:
             self._finish(owned, value)
             if not made.cancelled():
                 made.set_result(None)
-
-    # -- using -------------------------------------------------------------------------------------
 
     def _method(self, owned: OwnedObject, name: str) -> Callable[..., Any]:
         return self._session.servable(find_method(self._session.rule, owned.get(), name))

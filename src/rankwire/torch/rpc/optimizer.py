@@ -56,10 +56,7 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """Step all optimizers with the gradients of a context, and wait for all of them.
-
-        Raises the error of the first step that failed; the others are done.
-        """
+        """Step all optimizers with a context's gradients; raise the first error after all."""
         _all_of(
             [
                 rpc_async(optimizer.owner(), step_local_optimizer, args=(optimizer, context_id))

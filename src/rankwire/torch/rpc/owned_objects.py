@@ -68,7 +68,7 @@ class OwnedObject:
     def __init__(self, id: ObjectId) -> None:
         self.id = id
         self.is_expected = True  # the call that creates it has not arrived
-        self.is_ready = False  # it has no value or error yet
+        self.is_ready = False  # it has a value or an error
         self.value: Any = None
         self.error: BaseException | None = None
         self.held: Counter[tuple[int, int]] = Counter()  # by giver and holder, without zeros
@@ -261,10 +261,7 @@ class OwnedObjects:
             owned.resolve(None, error)
 
     def not_made(self, id: ObjectId) -> None:
-        """Fail an object whose creator reports that the call which creates it was refused.
-
-        Its creator has a handle of it, may have passed it on, and remains charged for it.
-        """
+        """Fail an object whose creating call was refused; its creator remains charged for it."""
         with self._lock:
             owned = self._expect(id, id.creator)
             if owned is None or not owned.is_expected:

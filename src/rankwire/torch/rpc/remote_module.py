@@ -159,9 +159,6 @@ def _worker_of(remote_device: str) -> str | int:
     return int(rank) if rank != worker and rank.isdecimal() else worker
 
 
-# -- how it travels --------------------------------------------------------------------------------
-
-
 def take_remote_module(module: RemoteModule, sending: TakeContext) -> list[Any]:
     """Return what travels in place of a ``RemoteModule``: its handle and device."""
     return [module.module_rref, module.device]
@@ -173,9 +170,6 @@ def build_remote_module(parts: Any, receiving: BuildContext) -> RemoteModule:
         case [RRef() as module_rref, "cpu"]:
             return RemoteModule._of(module_rref.owner_name(), module_rref)
     raise InvalidMessageError("malformed RemoteModule")
-
-
-# -- what ranks call on each other -----------------------------------------------------------------
 
 
 @exposed

@@ -30,10 +30,7 @@ def put_back() -> None:
 
 
 def replace(names: Names, *, everywhere: bool) -> Replaced:
-    """Replace names in imported modules, and return what was replaced.
-
-    Modules that imported a name get the new one: all, or only those of ``torch.distributed``.
-    """
+    """Replace names in all modules that imported them, or in torch's only; return the old ones."""
     replaced: Replaced = []
     new: dict[int, Any] = {}
     for module_name, values in names.items():

@@ -88,8 +88,6 @@ class RRef(Generic[T]):
         if self._is_counted:
             self._session.updates.released(self._owner, self._id, self._giver, self._sent_back)
 
-    # -- whose it is -------------------------------------------------------------------------------
-
     def is_owner(self) -> bool:
         """Whether the object is on this worker."""
         return self._owned is not None
@@ -108,8 +106,6 @@ class RRef(Generic[T]):
             self._creation.done() and self._creation.exception() is None
         )
 
-    # -- the object --------------------------------------------------------------------------------
-
     def local_value(self) -> T:
         """Return the object itself once it is created; only its owner has it."""
         if self._owned is None:
@@ -120,10 +116,7 @@ class RRef(Generic[T]):
         return _wait_here(self, self._session.limit(UNSET_RPC_TIMEOUT))  # type: ignore[no-any-return]
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return a copy of the object, or on the owner the object itself.
-
-        The timeout is in seconds; 0 is no limit, -1 the default.
-        """
+        """Return a copy of the object, or on the owner the object. A timeout of 0 is no limit."""
         session = self._usable("Cannot call to_here() on it after deletion.")
         limit = session.limit(timeout)
         if self._owned is not None:
@@ -162,8 +155,6 @@ class RRef(Generic[T]):
                 session.call(self._owner, BACKWARD, args, {}, limit)
             except RankwireError as error:
                 raise translated(error, session, self._owner, limit) from error
-
-    # -- its methods -------------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy whose methods call the object's and wait for the result."""

@@ -72,13 +72,7 @@ NOT_INITIALIZED = (
 class Session:
     """This process among the workers. Every method is safe from any thread.
 
-    Args:
-        backend: The world; the session closes it.
-        workers: All workers, ordered by rank.
-        rule: Decides which names other ranks can reach.
-        codec: Encodes and decodes values.
-        timeout: Default timeout of calls in seconds; 0 is no limit.
-        threads: The number of calls that are served at once.
+    The session closes the backend. A timeout of 0 is no limit. It serves ``threads`` calls at once.
     """
 
     def __init__(
@@ -113,8 +107,6 @@ class Session:
         self.gatherer = Gatherer(self)
         autograd.attach(self.agent, self._apply, lambda: self.timeout)
 
-    # -- who ---------------------------------------------------------------------------------------
-
     def rank_of(self, to: Any) -> int:
         """Return the rank that a name, a rank or a ``WorkerInfo`` means, or raise torch's error."""
         if isinstance(to, WorkerInfo):
@@ -138,8 +130,6 @@ class Session:
             timeout = self.timeout
         return timeout if timeout > 0.0 else math.inf
 
-    # -- calls -------------------------------------------------------------------------------------
-
     def call(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> Any:
@@ -155,8 +145,6 @@ class Session:
         if CONTEXT.get() is not None or "timeout" in kwargs:
             name, args, kwargs = _wrapped(rank, name, args, kwargs)
         return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
-
-    # -- functions ---------------------------------------------------------------------------------
 
     def named(self, function: Any) -> Any:
         """Return the name under which a function travels, or the function if it is pickled."""
@@ -197,8 +185,6 @@ class Session:
             # Not everything that may be sent may be called: torch.Tensor(9) shows old memory.
             raise FunctionNotFoundError(f"{function!r:.200}", reason="it did not come as a name")
         return self.servable(function)
-
-    # -- ending ------------------------------------------------------------------------------------
 
     def activity(self) -> tuple[bool, int]:
         """Return whether anything is in progress here, and a count of the calls made so far."""
