@@ -775,7 +775,9 @@ def test_closing_wakes_everybody_who_waits(transport, single_copy):
         wait_until_wanted(world[0], 2, 2)
         eventually(lambda: world[0].mesh.peers[1].messages is not None)
         outgoing = world[0].mesh.peers[1].messages
-        eventually(lambda: outgoing.frames_sent == 2 if lends else outgoing.outbox._lock.locked())
+        eventually(
+            lambda: outgoing.outbox.frames_sent == 2 if lends else outgoing.outbox._lock.locked()
+        )
         began = time.monotonic()
         world[0].close()
         for thread in waiting:

@@ -539,7 +539,7 @@ def test_a_large_announced_size_within_the_limit_takes_memory_only_as_it_comes(v
     sock.sendall(pack_header((0, Channel.MESSAGE, 0), 1 << 30, 0) + bytes(100_000))
     with pytest.raises(DeadlineExceededError):
         backend.recv(1, timeout=0.1)
-    assert backend.mesh.peers[1].inbox.connection._parser.in_frame
+    assert backend.mesh.peers[1].inbox.connection.parser.in_frame
     assert resident() - before < 64 << 20, "more than one step ahead of what came"
 
 

@@ -485,12 +485,12 @@ def test_an_interrupt_anywhere_in_a_read_loses_and_doubles_nothing(sockets, nbyt
             with suppress(Interrupt), interrupting:
                 near.receive(Deadline(PATIENCE))
             for _ in range(2):  # what was read and not taken comes again
-                for frame in [*near.undelivered]:
+                for frame in [*near.parser.frames]:
                     assert frame.envelope[2] == expected
                     assert frame.payload == frame.envelope[2].to_bytes(4, "little") * (
                         nbytes // 4 + 1
                     )
-                    near.undelivered.popleft()
+                    near.parser.frames.popleft()
                     expected += 1
                 near.receive(Deadline(PATIENCE))
 
@@ -1073,7 +1073,7 @@ def test_sealed_frames_arrive_in_both_directions(sealed, size):
 def test_sealed_frames_that_are_held_back_keep_their_order(sealed):
     for tag in range(20):
         sealed[0].send((0, 1, tag), ((b"x",), 1), Deadline(PATIENCE), hold=True)
-    sealed[0].flush(Deadline(PATIENCE))
+    sealed[0].outbox.flush(Deadline(PATIENCE))
     assert [frame.envelope[2] for frame in read_frames(sealed[1], 20)] == list(range(20))
 
 

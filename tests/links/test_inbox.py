@@ -383,7 +383,7 @@ def test_an_interrupt_anywhere_in_receiving_what_is_lent_loses_nothing(make_pair
     def run(interrupting):
         post = Lending(make_pair())
         sending = [post.lend(tag) for tag in (1, 2)]
-        eventually(lambda: post.sender.frames_sent == 3)
+        eventually(lambda: post.sender.outbox.frames_sent == 3)
         got = None
         with suppress(Interrupt), interrupting:
             got = post.inbox.take(Receive((0, Channel.MESSAGE, 2)), Deadline(PATIENCE))
@@ -400,7 +400,7 @@ def test_an_interrupt_anywhere_in_fetching_what_is_lent_leaves_it_readable(make_
     def run(interrupting):
         post = Lending(make_pair())
         sending = post.lend(1)
-        eventually(lambda: post.sender.frames_sent == 2)
+        eventually(lambda: post.sender.outbox.frames_sent == 2)
         with suppress(Interrupt), interrupting:
             post.inbox.read_available()
         got = post.recv(1, SOON)
@@ -425,7 +425,7 @@ def test_an_interrupt_anywhere_in_bringing_what_is_lent_leaves_the_receive_as_it
         post = Lending(make_pair())
         receive, memory = post.want_there(1)
         sending = [post.lend(1, timeout=0.05 if after == "take back" else PATIENCE)]
-        eventually(lambda: post.sender.frames_sent == 2)
+        eventually(lambda: post.sender.outbox.frames_sent == 2)
         with suppress(Interrupt), interrupting:
             post.inbox.read_available()
         if after == "give up":
@@ -1199,7 +1199,7 @@ def test_no_more_is_fetched_than_is_kept_for_later(lending):
     """However many are announced at once."""
     post = Lending(lending, Mailbox(unmatched_limit=2 * LARGE))
     sending = [post.lend(1, large(number)) for number in range(6)]
-    eventually(lambda: post.sender.frames_sent == 1 + len(sending))
+    eventually(lambda: post.sender.outbox.frames_sent == 1 + len(sending))
     with pytest.raises(DeadlineExceededError, match="other messages"):
         post.recv(5, 0.2)
     assert sum(each.done for each in sending) == 2, "the others wait for room"
@@ -1475,7 +1475,7 @@ def want_into(post, tag, nbytes=300_000):
 def send_halves(post, tag, payload):
     """Send a message whose second half leaves when the event is set; return event and thread."""
     half, go_on = len(payload) // 2, threading.Event()
-    header = pack_header((0, Channel.MESSAGE, tag), len(payload), post.sender.frames_sent)
+    header = pack_header((0, Channel.MESSAGE, tag), len(payload), post.sender.outbox.frames_sent)
 
     def send():
         stream = post.sender.stream
@@ -1488,7 +1488,7 @@ def send_halves(post, tag, payload):
                     stream.wait(0.1, to_write=True)
             assert go_on.wait(PATIENCE)
 
-    post.sender.outbox._outgoing = (post.sender.frames_sent + 1, ())
+    post.sender.outbox._outgoing = (post.sender.outbox.frames_sent + 1, ())
     return go_on, Running(send)
 
 
@@ -1542,7 +1542,7 @@ def test_the_end_of_a_connection_in_the_middle_of_a_message_gives_the_memory_bac
     with pytest.raises(PeerLostError):
         waiting.result(SOON)
     assert post.inbox._mailbox.placing is None
-    assert not isinstance(post.connection._parser.state[3].large.payload, Placed)
+    assert not isinstance(post.connection.parser.state[3].large.payload, Placed)
     go_on.set()
     sending.result()
 

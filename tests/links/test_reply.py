@@ -98,7 +98,7 @@ def test_waiting_sends_the_requests_that_were_held_back(calls, verb):
     calls.connection.send(envelope, ([b"?"], 1), Deadline(SOON), hold=True)
     waiting = Running(getattr(reply, verb), Deadline(PATIENCE))
     if verb == "drive":  # a call whose reply is waited for at once is not held back
-        eventually(lambda: not calls.connection.is_holding, SOON)
+        eventually(lambda: not calls.connection.outbox.is_holding, SOON)
     calls.answer(1)
     assert waiting.result()
 

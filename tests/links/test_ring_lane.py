@@ -72,22 +72,22 @@ def ends():
 
 def test_a_reader_that_looks_gets_small_frames_through_the_ring(ends):
     near, far = ends
-    sent = near.frames_sent
+    sent = near.outbox.frames_sent
     for number in range(50):
         reading = Running(read, far)
         eventually(lambda: near.outbox.ring.words[AWAKE])
         send(near, b"small", tag=number)
         (frame,) = reading.result()
         assert (frame.envelope[2], frame.payload) == (number, b"small")
-    assert near.frames_sent - sent < 10  # by the stream, when nobody happened to look
+    assert near.outbox.frames_sent - sent < 10  # by the stream, when nobody happened to look
     assert far.queued_nbytes == 0
 
 
 def test_a_reader_that_does_not_look_gets_them_through_the_stream(ends):
     near, far = ends
-    sent = near.frames_sent
+    sent = near.outbox.frames_sent
     send(near, b"small")
-    assert near.frames_sent == sent + 1
+    assert near.outbox.frames_sent == sent + 1
     assert [frame.payload for frame in read(far)] == [b"small"]
 
 
@@ -110,7 +110,7 @@ def test_order_is_kept_between_the_lanes(ends):
         frame.payload == bytes([number % 256]) * sizes[number]
         for number, frame in enumerate(frames)
     )
-    assert near.frames_sent < len(sizes)  # some took the ring
+    assert near.outbox.frames_sent < len(sizes)  # some took the ring
 
 
 def test_several_threads_may_send(ends):
@@ -234,7 +234,7 @@ def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
         far._offer_ring(far.stream)
         with pytest.raises(DeadlineExceededError):
             near.await_introduction(Deadline(0.01), lambda: None)
-        assert near.frames_sent == 0
+        assert near.outbox.frames_sent == 0
         assert far.read_ready() is None
         far.introduce(is_read=False)
         near.await_introduction(Deadline(PATIENCE), lambda: None)
@@ -246,7 +246,7 @@ def test_an_offer_is_not_answered_before_this_end_has_introduced_itself():
 
 def test_noise_in_the_ring_ends_the_connection(ends):
     _, far = ends
-    far.stream._shared.view[256:288] = pack_header((0, 77, 0), 0, far._parser.state[2])
+    far.stream._shared.view[256:288] = pack_header((0, 77, 0), 0, far.parser.state[2])
     far.stream._shared.view.cast("Q")[0] = 64
     with pytest.raises(ProtocolError):
         far.read(Deadline(PATIENCE))

@@ -145,11 +145,11 @@ def test_held_frames_leave_before_a_frame_of_any_size(connections, nbytes):
 
 def test_flushing_sends_what_is_held_and_nothing_twice(connections):
     near, far = connections
-    near.flush(Deadline(0.0))
+    near.outbox.flush(Deadline(0.0))
     for number in range(3):
         hold(near, bytes([number]))
     for _ in range(2):
-        near.flush(Deadline(PATIENCE))
+        near.outbox.flush(Deadline(PATIENCE))
     send(near, b"\3")
     assert [frame.payload for frame in read(far, 4)] == [b"\0", b"\1", b"\2", b"\3"]
 
@@ -160,7 +160,7 @@ def test_what_is_held_is_bounded(connections):
         hold(near, bytes([number]) * 1000)
     frames = frames_of(far)
     assert [frame.payload[0] for frame in islice(frames, 60)] == list(range(60))
-    near.flush(Deadline(PATIENCE))
+    near.outbox.flush(Deadline(PATIENCE))
     assert [frame.payload[0] for frame in islice(frames, 40)] == list(range(60, 100))
 
 
@@ -168,7 +168,7 @@ def test_held_frames_stay_held_when_nothing_could_be_sent_in_time(link):
     hold(link.connection, b"0", tag=0)
     filler = fill(link.connection.stream)
     for impatient in (
-        lambda: link.connection.flush(Deadline(0.05)),
+        lambda: link.connection.outbox.flush(Deadline(0.05)),
         lambda: send(link.connection, b"1", tag=1, timeout=0.05),
     ):
         with pytest.raises(DeadlineExceededError):
@@ -199,8 +199,8 @@ def test_threads_that_hold_send_and_flush_lose_and_double_nothing(connections):
             body = struct.pack("<II", thread, number) + bytes(chance.choice((0, 100, 20_000)))
             send(near, body, hold=chance.random() < 0.7)
             if chance.random() < 0.1:
-                near.flush(Deadline(PATIENCE))
-        near.flush(Deadline(PATIENCE))
+                near.outbox.flush(Deadline(PATIENCE))
+        near.outbox.flush(Deadline(PATIENCE))
 
     running = [Running(work, thread) for thread in range(4)]
     received = {thread: [] for thread in range(4)}
@@ -438,7 +438,7 @@ def test_an_interrupt_anywhere_in_a_send_that_is_too_late_leaves_whole_frames(ma
         with suppress(Interrupt, DeadlineExceededError), interrupting:
             near.send((0, Channel.MESSAGE, 2), ([sent], len(sent)), Deadline(0.001))
         sent[:] = bytes(len(sent))
-        assert bool(rests) == near.is_holding
+        assert bool(rests) == near.outbox.is_holding
         assert Conversation((near, far)).tags() in ([9], [2, 9])
 
     assert every_interrupt(run) >= 25
@@ -484,12 +484,12 @@ def test_the_rest_of_an_interrupted_message_leaves_without_another_send(make_pai
             meanwhile=Interrupted(),
         )
     assert rests == [near]
-    assert near.is_holding
+    assert near.outbox.is_holding
     reading = Running(read, far)
-    near.flush(Deadline(PATIENCE))
+    near.outbox.flush(Deadline(PATIENCE))
     [frame] = reading.result()
     assert (frame.envelope[2], len(frame.payload)) == (5, MIB * 8)
-    assert not near.is_holding
+    assert not near.outbox.is_holding
 
 
 def test_a_message_that_was_not_taken_in_time_says_whether_it_will_arrive(make_pair):

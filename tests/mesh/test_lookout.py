@@ -100,8 +100,8 @@ def pattern(nbytes, seed=0):
 
 def until_offered(backend, dst):
     """Wait until a rank has said where its next message to ``dst`` lies; return a new count."""
-    sent = backend.mesh.peers[dst].messages.frames_sent
-    return lambda: eventually(lambda: backend.mesh.peers[dst].messages.frames_sent > sent)
+    sent = backend.mesh.peers[dst].messages.outbox.frames_sent
+    return lambda: eventually(lambda: backend.mesh.peers[dst].messages.outbox.frames_sent > sent)
 
 
 def offer(backend, message, dst, tag=0, **options):
@@ -114,7 +114,7 @@ def offer(backend, message, dst, tag=0, **options):
 
 def offer_from(rank, nbytes, dst, tag=0, *, fill=1, timeout=PATIENCE):
     """Do the same in a process that has sent nothing yet but its introduction."""
-    sequence = f"backend.mesh.peers[{dst}].messages.frames_sent"
+    sequence = f"backend.mesh.peers[{dst}].messages.outbox.frames_sent"
     before = rank.call("eval", sequence)
     code = f"backend.send(bytes([{fill}]) * {nbytes}, {dst}, {tag}, timeout={timeout})"
     sending = rank.start("eval", code)
@@ -1054,7 +1054,7 @@ def test_a_caller_that_cancels_while_its_large_reply_is_offered_does_not_stop_th
     eventually(lambda: inbox._take_role(inbox))  # nobody reads replies for now
     try:
         futures = [lending_agents[0].rpc_async(1, "slow_large", timeout=PATIENCE) for _ in range(4)]
-        inbox.connection.flush(Deadline(PATIENCE))
+        inbox.connection.outbox.flush(Deadline(PATIENCE))
         for _ in futures:
             assert slow.entered.acquire(timeout=PATIENCE)
         slow.go.set()

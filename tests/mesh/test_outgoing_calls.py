@@ -114,9 +114,9 @@ def test_calls_that_may_wait_are_sent_together_when_many_are_in_flight(ports):
     caller, callee = ports
     replies = [call(caller, number, bytes([number]), hold=True) for number in range(12)]
     connection = caller._calls.inbox_of(1).connection
-    assert connection.is_holding
+    assert connection.outbox.is_holding
     assert caller.attend()
-    assert not connection.is_holding
+    assert not connection.outbox.is_holding
     echo(callee, 12)
     assert [reply.wait(Deadline(SOON))[0] for reply in replies] == list(range(12))
 

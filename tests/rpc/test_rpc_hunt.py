@@ -330,7 +330,7 @@ def test_no_wait_for_a_peer_that_takes_nothing_now_does_not_lose_it(send_held):
         for _ in range(2000):
             futures += [caller.rpc_async(1, "x", bytes(15_000), timeout=40) for _ in range(6)]
             send_held(futures)
-            if connection.is_holding or connection.failure is not None:
+            if connection.outbox.is_holding or connection.failure is not None:
                 break
         lost = connection.failure
         del caller._port.attend

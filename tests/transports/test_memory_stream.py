@@ -384,7 +384,7 @@ def connections(limit=LARGE, **options):
     def flush_when_possible(connection):
         def flush():
             with suppress(DeadlineExceededError):
-                connection.flush(Deadline(0.0))
+                connection.outbox.flush(Deadline(0.0))
 
         connection.stream.outgoing.flush_when_possible(flush)
 
@@ -421,14 +421,14 @@ def test_the_rest_of_a_message_leaves_when_the_reader_has_made_room():
     near, far = connections(100)
     send(near, bytes(90))
     send(near, b"x" * 50, timeout=0.0)  # a part of it is taken, so it counts as sent
-    assert near.is_holding
+    assert near.outbox.is_holding
     with pytest.raises(DeadlineExceededError):
         send(near, b"no room", timeout=0.0)
     got = []
     while len(got) < 2:
         got += receive(far)
     assert got == [bytes(90), b"x" * 50]
-    assert not near.is_holding
+    assert not near.outbox.is_holding
     send(near, b"room again", timeout=0.0)
     assert receive(far) == [b"room again"]
 

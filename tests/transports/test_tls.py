@@ -262,7 +262,7 @@ def test_a_send_that_is_not_taken_in_time_still_arrives_whole(pair):
     payload = random.Random(0).randbytes(size)
     with pytest.raises(DeadlineExceededError):
         pair[0].send((0, 1, 1), ((payload,), size), Deadline(0.05))
-    assert pair[0].is_holding
+    assert pair[0].outbox.is_holding
     flushing = Running(pair[0].send, (0, 1, 2), ((b"next",), 4), Deadline(PATIENCE))
     frames = []
     while len(frames) < 2:

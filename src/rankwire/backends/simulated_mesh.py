@@ -207,10 +207,10 @@ class SimulatedMesh(Mesh):
 
     def _flush(self, connection: Connection) -> None:
         try:
-            connection.flush(AT_ONCE)
+            connection.outbox.flush(AT_ONCE)
         except RankwireError as error:
             _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
-            if connection.failure is None and connection.is_holding:
+            if connection.failure is None and connection.outbox.is_holding:
                 self.flush_when_possible(connection)
 
     def meet(self, rank: int) -> Peer:
@@ -320,7 +320,7 @@ class SimulatedMesh(Mesh):
         if connection.queued_nbytes > connection.stream.unsent_nbytes():
             connection.stream.outgoing.lift_limit()
             with suppress(RankwireError):  # it has failed, or another thread is about to do it
-                connection.flush(AT_ONCE)
+                connection.outbox.flush(AT_ONCE)
 
     @override
     def tell_fall(self, fallen: Fallen) -> None:

@@ -105,14 +105,15 @@ class Connection(FrameReader):
                 allocate=allocate,
                 buffer_nbytes=stream.buffer_nbytes,
             ),
-            clock,
-            spin or Spin(0.0, clock),
-            pid,
             peer=peer,
             is_sealed=seals is not None,
             on_lost=on_lost,
             on_left=on_left,
         )
+        self.filling = runtime.Lock()
+        self._clock = clock
+        self._spin = spin or Spin(0.0, clock)
+        self._pid = pid
         self._may_share = single_copy and seals is None
         # A ring does not look for messages that are too large: no message in it may be.
         self._may_offer = (
@@ -147,16 +148,6 @@ class Connection(FrameReader):
     def why_not_lend(self) -> str:
         """If it cannot, why."""
         return self._protocol.why_not_lend
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether frames wait here to be flushed, or have to be put in order."""
-        return self.outbox.is_holding
-
-    @property
-    def frames_sent(self) -> int:
-        """How many frames have been sent, counting those that wait here."""
-        return self.outbox.frames_sent
 
     @property
     def queued_nbytes(self) -> int:
@@ -215,14 +206,6 @@ class Connection(FrameReader):
             return
         self.outbox.send(envelope, message, deadline, hold, meanwhile)
 
-    def flush(self, deadline: Deadline, *, meanwhile: Meanwhile | None = None) -> None:
-        """Send the frames that were held back.
-
-        Raises:
-            RankwireError: The peer does not take them now, or the connection has failed.
-        """
-        self.outbox.flush(deadline, meanwhile)
-
     def greet(self, deadline: Deadline) -> None:
         """Tell the peer that this end is there; from now on an end of the stream is a death."""
         self.send(*BELL, deadline)
@@ -246,7 +229,7 @@ class Connection(FrameReader):
         except OSError as error:
             _log.debug("there is no memory for a ring from rank %d: %s", self.peer, error)
             return
-        self._parser.ring = stream.ring
+        self.parser.ring = stream.ring
         self.send(*self._protocol.offering(offer), AT_ONCE)
 
     def _take_offer(self) -> None:
@@ -316,7 +299,7 @@ class Connection(FrameReader):
     def _drop_rings(self) -> None:
         if isinstance(self.stream, UnixStream):
             self.stream.drop_ring()
-        self._parser.ring = self.outbox.ring = None
+        self.parser.ring = self.outbox.ring = None
 
     def close_in_child(self) -> None:
         """Close what a forked child shares with its parent, without ending the parent's stream."""

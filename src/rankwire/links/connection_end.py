@@ -56,7 +56,7 @@ class ConnectionEnd:
         self.peer = peer
         self.failure: RankwireError | None = None
         self._protocol = protocol
-        self._parser = parser
+        self.parser = parser
         self._ending: RankwireError | None = None  # the first cause, while its owner is asked
         self._on_lost = on_lost
         self._on_left = on_left
@@ -76,7 +76,7 @@ class ConnectionEnd:
 
     def _end_of_stream(self, error: OSError | None = None) -> RankwireError:
         reason = "" if error is None else error.strerror or str(error)
-        return self._protocol.end_of_stream(in_frame=self._parser.in_frame, reason=reason)
+        return self._protocol.end_of_stream(in_frame=self.parser.in_frame, reason=reason)
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
         if self._protocol.state is ConnectionState.OPEN and self._farewell_is_waiting():
@@ -113,9 +113,9 @@ class ConnectionEnd:
 
     def _is_only_a_farewell(self, waiting: bytes) -> bool:
         """Whether nothing but a farewell is there to read, and not the end of a message."""
-        if len(waiting) != self._farewell_nbytes or self._parser.in_frame:
+        if len(waiting) != self._farewell_nbytes or self.parser.in_frame:
             return False
-        return self._parser.is_farewell(waiting)
+        return self.parser.is_farewell(waiting)
 
     def _farewell_is_waiting(self) -> bool:
         """Whether the peer said goodbye before it closed: a farewell is the last frame, and bare.
@@ -127,7 +127,7 @@ class ConnectionEnd:
             waiting = self.stream.peek(_PEEK_NBYTES)
         except OSError:
             return False
-        return self._parser.is_farewell(waiting)
+        return self.parser.is_farewell(waiting)
 
     def fail(self, cause: RankwireError) -> RankwireError:
         """Give up the connection; whoever waits on it wakes up.

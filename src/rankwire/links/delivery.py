@@ -45,7 +45,7 @@ class DeliveryMailbox(SharedMailbox):
         self._fetch = fetch
         self.connection = connection
         if connection is not None:
-            connection.place_by(self._find_place)
+            connection.parser.find_place = self._find_place
 
     def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one.
@@ -148,8 +148,8 @@ class DeliveryMailbox(SharedMailbox):
         if receive.into is None or connection is None:
             return
         with connection.filling, self._mutex:
-            for _, payload in connection.undelivered:
+            for _, payload in connection.parser.frames:
                 if isinstance(payload, Borrowed) and payload.place is receive.into:
                     payload.vacate()
-            connection.vacate(receive.into)
+            connection.parser.vacate(receive.into)
             self._mailbox.vacated(receive)

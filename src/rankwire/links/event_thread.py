@@ -102,10 +102,10 @@ class EventThread:
 
         def writable() -> None:
             try:
-                connection.flush(AT_ONCE)
+                connection.outbox.flush(AT_ONCE)
             except RankwireError as error:
                 _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
-            if connection.failure is not None or not connection.is_holding:
+            if connection.failure is not None or not connection.outbox.is_holding:
                 self.unwatch(connection)
 
         def begin() -> None:

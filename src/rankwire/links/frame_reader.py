@@ -15,15 +15,13 @@ from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ProtocolError, RankwireError
 from rankwire.links.borrower import Borrowed
-from rankwire.links.connection_end import ConnectionEnd, Explain
+from rankwire.links.connection_end import ConnectionEnd
 from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.spin import Spin
 from rankwire.transports.unix_stream import UnixStream
-from rankwire.wire.frames import Envelope, Frame
+from rankwire.wire.frames import Frame
 from rankwire.wire.loans import Loan
-from rankwire.wire.parser import FrameParser
-from rankwire.wire.protocol import ConnectionState, Protocol, StreamEvent, left
-from rankwire.wire.receive import Destination
+from rankwire.wire.protocol import ConnectionState, StreamEvent, left
 
 _FIRST_SLEEP, LONGEST_SLEEP = 1e-3, 0.1
 # Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
@@ -32,59 +30,22 @@ _LAST_READS = 256
 
 
 class FrameReader(ConnectionEnd):
-    """The incoming direction of a connection.
-
-    Args:
-        stream: What carries the bytes.
-        protocol: What both ends have said.
-        parser: Finds the frames.
-        clock: By which its threads wait.
-        spin: How long a reader polls before it sleeps.
-        pid: The process whose memory is borrowed, 0 if it cannot be.
-        peer: As for ``ConnectionEnd``, and so are the rest.
+    """The incoming direction of a connection, which sets all that is declared here.
 
     Attributes:
-        has_parcels: Whether something lent was among the frames read; the thread that takes them
-            resets it.
         filling: Held while a payload is read, or is about to be, to where its receiver wants it.
             The mutex of an inbox may be taken under it.
+        has_parcels: Whether a lent message was among the frames read; the thread that takes them
+            resets it.
     """
 
-    def __init__(
-        self,
-        stream: ByteStream,
-        protocol: Protocol,
-        parser: FrameParser,
-        clock: Clock,
-        spin: Spin,
-        pid: int,
-        *,
-        peer: int,
-        is_sealed: bool,
-        on_lost: Explain | None,
-        on_left: Explain | None,
-    ) -> None:
-        super().__init__(
-            stream,
-            protocol,
-            parser,
-            peer=peer,
-            is_sealed=is_sealed,
-            on_lost=on_lost,
-            on_left=on_left,
-        )
-        self.has_parcels = False
-        self.filling = runtime.Lock()
-        # What reads it once it is known to be in use, if that is one read of a bare socket.
-        self._recv_into: Callable[[memoryview], int] | None = None
-        self._clock = clock
-        self._spin = spin
-        self._pid = pid
-
-    @property
-    def undelivered(self) -> deque[Frame]:
-        """The frames that have been read and that nobody has taken."""
-        return self._parser.state[0]
+    filling: runtime.Lock
+    has_parcels = False
+    _clock: Clock
+    _spin: Spin  # how long a reader polls before it sleeps
+    _pid: int  # the process whose memory is borrowed, 0 if it cannot be
+    # Reads once the connection is in use, if that is one read of a bare socket.
+    _recv_into: Callable[[memoryview], int] | None = None
 
     def receive(self, deadline: Deadline, beside: Sequence[ByteStream] | None = ()) -> deque[Frame]:
         """Return the next frames; none at the deadline, or when it has been silent for a while.
@@ -100,7 +61,7 @@ class FrameReader(ConnectionEnd):
         late_reads = 0
         was_woken = False
         while late_reads < _LAST_READS:
-            if deadline.limit > 0.0 and not self._parser.state[0] and not was_woken:
+            if deadline.limit > 0.0 and not self.parser.state[0] and not was_woken:
                 self._spin.finds(*self.stream.look)
             frames = self.receive_ready()
             if frames:
@@ -114,7 +75,7 @@ class FrameReader(ConnectionEnd):
             if patience <= 0.0 or not self.stream.wait(patience, beside or ()):
                 break
             was_woken = True
-        return self._parser.state[0]
+        return self.parser.state[0]
 
     def receive_ready(self) -> deque[Frame] | None:
         """Return the frames that have come; None if there is nothing to read.
@@ -125,7 +86,7 @@ class FrameReader(ConnectionEnd):
         Raises:
             RankwireError: The connection has failed; frames before that were returned earlier.
         """
-        parser = self._parser
+        parser = self.parser
         if parser.state[0]:
             return parser.state[0]
         try:
@@ -150,7 +111,7 @@ class FrameReader(ConnectionEnd):
 
     def _take_in_otherwise(self) -> None:
         """Take in the first that comes, a large payload, or what has no fast path."""
-        parser, stream = self._parser, self.stream
+        parser, stream = self.parser, self.stream
         if parser.violation is not None:
             raise parser.violation.copy()
         self._take_further(False if parser.read_by(stream.read) else None)
@@ -172,19 +133,9 @@ class FrameReader(ConnectionEnd):
     def _finds_last_records(self) -> bool:
         """Take what was put into the ring before the stream ended, and after the last look."""
         try:
-            return self._parser.take_records()
+            return self.parser.take_records()
         except ProtocolError as error:
             raise self._spoiled(error) from None
-
-    def place_by(
-        self, find_place: Callable[[Envelope, int, memoryview], Destination | None]
-    ) -> None:
-        """Have large payloads read to where their receivers want them, which is asked for."""
-        self._parser.find_place = find_place
-
-    def vacate(self, destination: Destination) -> None:
-        """Read nothing more to there; what has come moves out. With ``filling`` held."""
-        self._parser.vacate(destination)
 
     def read_ready(self) -> list[Frame] | None:
         """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
@@ -197,23 +148,23 @@ class FrameReader(ConnectionEnd):
 
     def _taken(self, frames: Collection[Frame]) -> list[Frame]:
         taken = list(frames)
-        self._parser.frames.clear()
+        self.parser.frames.clear()
         return taken
 
     def _parse(self) -> None:
-        state, has_special = self._parser.parse()
+        state, has_special = self.parser.parse()
         if has_special:
             self._take_special(state[0])
-        self._parser.commit(state)
+        self.parser.commit(state)
 
     def _read_pending(self) -> None:
         """Read what the stream has taken from its socket, which a poller would not see there."""
         while self.stream.has_pending:
             try:
-                self._parser.read_by(self.stream.read)
+                self.parser.read_by(self.stream.read)
                 self._parse()
             except ProtocolError as error:
-                if not self._parser.frames:
+                if not self.parser.frames:
                     raise
                 self._spoiled(error)  # raised by the next read
                 return
@@ -222,7 +173,7 @@ class FrameReader(ConnectionEnd):
         """Take out what is for the connection itself. Safe to repeat: nobody has the frames yet."""
         messages, violation = self._protocol.take(frames, self._borrow)
         if violation is not None:
-            self._parser.spoil(violation)
+            self.parser.spoil(violation)
             if not messages:
                 raise violation
         frames.clear()
@@ -232,9 +183,9 @@ class FrameReader(ConnectionEnd):
             self.stream.ring_is_open()
         if self._protocol.state is ConnectionState.LEFT:
             self.outbox.failure = self.failure = self.failure or left(self.peer)
-        if self._parser.violation is not None:
+        if self.parser.violation is not None:
             # Raised by the next read; now, so that nobody sleeps until there is more to read.
-            self._spoiled(self._parser.violation)
+            self._spoiled(self.parser.violation)
 
     def _borrow(self, loan: Loan) -> Borrowed:
         self.has_parcels = True

@@ -19,6 +19,7 @@ not held while reading either.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -65,6 +66,7 @@ class Inbox(ReadingRole):
         lookout: Meanwhile | None = None,
     ) -> None:
         super().__init__(peer, mailbox, clock, connection, fetch=fetch)
+        self._attended = deque()
         self._lookout = lookout
         # The streams at which a thread sleeps too when it begins to wait; None is for a millisecond
         # only, after which it looks at them.
@@ -76,7 +78,7 @@ class Inbox(ReadingRole):
             if self.connection is not None or self._mailbox.failure is not None:
                 return False
             self.connection = connection
-            connection.place_by(self._find_place)
+            connection.parser.find_place = self._find_place
             self._parked.wake_one()
         return True
 
@@ -206,8 +208,8 @@ class Inbox(ReadingRole):
     def send_held(self, deadline: Deadline) -> None:
         """Send what was held back; if that fails, so does the connection, and with it receives."""
         try:
-            if self.connection is not None and self.connection.is_holding:
-                self.connection.flush(deadline, meanwhile=self)
+            if self.connection is not None and self.connection.outbox.is_holding:
+                self.connection.outbox.flush(deadline, self)
         except RankwireError as error:
             _log.debug("requests to rank %d were not sent: %s", self.peer, error)
         finally:

@@ -18,12 +18,14 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.fork import guard
 from rankwire.links.memory import WORD_NBYTES, address_of
+from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefusedError, pack_loan
 
@@ -123,13 +125,13 @@ def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
 class Lent:
     """Memory that a peer may read until it has said so, or until this end revokes."""
 
-    __slots__ = ("_buffers", "_lock", "_nbytes", "_pair", "_was_read", "address", "number")
+    __slots__ = ("_buffers", "_lock", "_nbytes", "_pair", "address", "number", "was_read")
 
     def __init__(self, buffers: Sequence[Buffer], nbytes: int) -> None:
         self._buffers: Sequence[Buffer] | None = buffers
         self._nbytes = nbytes
         self._lock = runtime.Lock()
-        self._was_read = False
+        self.was_read = False
         self.number = next(_arena.numbers)
         self._pair, self.address = _arena.take()
         self._pair[1] = _NONE
@@ -139,11 +141,6 @@ class Lent:
     def is_settled(self) -> bool:
         """Whether the receipt has come."""
         return self._pair[1] == self.number
-
-    @property
-    def was_read(self) -> bool:
-        """Whether it was ended here after it had been read."""
-        return self._was_read
 
     @property
     def is_over(self) -> bool:
@@ -169,13 +166,13 @@ class Lent:
                 # The lock is also the fence between the two words: either we see the receipt here,
                 # or the peer sees the mark.
                 with _arena.fence:
-                    self._was_read = self._was_read or self.is_settled
-                self._pair[0] = self.number if self._was_read else self.number | REVOKED
+                    self.was_read = self.was_read or self.is_settled
+                self._pair[0] = self.number if self.was_read else self.number | REVOKED
                 self._buffers = None
-                if self._was_read:
+                if self.was_read:
                     _arena.put((self._pair, self.address))
                 # Else the peer may be about to write its receipt: these words are not used again.
-            return self._was_read
+            return self.was_read
 
     def wait(
         self, deadline: Deadline, look_for_end: Callable[[], None], meanwhile: Meanwhile | None
@@ -194,14 +191,12 @@ class Lent:
         patience = _MEANWHILE_AFTER + self._nbytes / _SLOW_COPY
         start = now()
         next_look = 0.0
+        # It yields: the kernel may have put the peer on this core, because this thread woke it.
+        Spin(_LOOK_FOR, deadline.clock, yields=True).finds(partial(pair.__getitem__, 1), _NONE)
         while pair[1] != number:
             if pair[1] == number | REFUSED:
                 raise LoanRefusedError("the peer cannot read this memory")
             waited = now() - start
-            if waited < _LOOK_FOR:
-                # The kernel may have put the peer on this core, because this thread woke it up.
-                runtime.sched_yield()
-                continue
             if waited >= next_look:
                 look_for_end()
                 next_look = waited + _LOOK_FOR_END_EVERY

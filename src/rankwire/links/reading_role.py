@@ -9,16 +9,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.delivery import DeliveryMailbox
 from rankwire.transports.byte_stream import ByteStream
 from rankwire.wire.frames import Envelope
-from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import Receive
 
 # After the deadline: what has come by then may lie behind other messages. But a peer that goes on
@@ -30,9 +29,6 @@ _MOST_READS = 16  # of a rank that is not the one waited for: it may always have
 class ReadingRole(DeliveryMailbox):
     """A mailbox whose connection is read by one of the threads that wait.
 
-    Args:
-        peer: As for ``DeliveryMailbox``, and so are the rest.
-
     Attributes:
         on_unread: Called with this inbox, without locks, when a thread has left the role and no
             other took it, while a receive is attended to.
@@ -40,20 +36,10 @@ class ReadingRole(DeliveryMailbox):
         turns: How often the role was taken; it does not change while no thread reads.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        mailbox: Mailbox,
-        clock: Clock,
-        connection: Connection | None,
-        *,
-        fetch: bool,
-    ) -> None:
-        super().__init__(peer, mailbox, clock, connection, fetch=fetch)
-        self.on_unread: Callable[[Any], None] | None = None
-        self.is_armed = False
-        self._attended: deque[Envelope] = deque()
-        self.turns = 0
+    on_unread: Callable[[Any], None] | None = None
+    is_armed = False
+    turns = 0
+    _attended: deque[Envelope]
 
     def watch(self) -> list[ByteStream]:
         """Return what a thread that waits for something else may read from this peer."""
@@ -69,7 +55,7 @@ class ReadingRole(DeliveryMailbox):
         """
         if self.connection is None or self._arrived.full:
             return False
-        return self._read_alone(self._read_some)
+        return self._read_alone(partial(self._read_ready, most=_MOST_READS))
 
     @property
     def is_over(self) -> bool:
@@ -185,16 +171,19 @@ class ReadingRole(DeliveryMailbox):
         if self._reader is token:
             with self._mutex:
                 self._pass_role(token)
-        # Other replies may come that no thread waits for, and a poller does not see rings.
         if self._fetch and self.wanted_by:
-            if connection.stream.before_sleep():
-                self.read_quietly()
-            if self._attended:
-                self._say_unread()
+            self._leave_unread(connection)
         # Without the role: a callback may make a call to this very peer and wait for its reply.
         if self.due:
             self.call_back_due()
         return is_silent
+
+    def _leave_unread(self, connection: Connection) -> None:
+        # Other replies may come that no thread waits for, and a poller does not see rings.
+        if connection.stream.before_sleep():
+            self.read_quietly()
+        if self._attended:
+            self._say_unread()
 
     def _read_alone(self, read: Callable[[Connection], None]) -> bool:
         """Take the role and read, if nobody reads; return whether that was so."""
@@ -221,12 +210,9 @@ class ReadingRole(DeliveryMailbox):
 
     def _read_ready(self, connection: Connection, most: int | None = None) -> None:
         self.was_interrupted = False
-        self._deliver(connection.undelivered)
+        self._deliver(connection.parser.frames)
         for _ in itertools.repeat(None) if most is None else range(most):
             frames = None if self._arrived.full else connection.receive_ready()
             if frames is None:
                 break
             self._deliver(frames)
-
-    def _read_some(self, connection: Connection) -> None:
-        self._read_ready(connection, _MOST_READS)

@@ -261,7 +261,7 @@ class MeshCallPort(CallPort):
                 connection.send(envelope, message, deadline)
             return
         connection.send_small(envelope, message, deadline, hold)
-        if hold and connection.is_holding:  # after the send: whoever flushes must find it
+        if hold and connection.outbox.is_holding:  # after the send: whoever flushes must find it
             self._holding[connection] = None
 
     def _reply_at_length(
@@ -296,10 +296,10 @@ class MeshCallPort(CallPort):
         for connection in list(self._holding):
             self._holding.pop(connection, None)
             try:
-                connection.flush(AT_ONCE)
+                connection.outbox.flush(AT_ONCE)
             except RankwireError as error:
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
-            if connection.is_holding and connection.failure is None:
+            if connection.outbox.is_holding and connection.failure is None:
                 self._holding[connection] = None  # it takes nothing now; the next look tries again
         if self._calls.unsent_cancels:
             self._calls.cancel_again()

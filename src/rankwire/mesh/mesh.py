@@ -326,7 +326,7 @@ class Mesh(Transport):
             keep(connection)
             return connection
         except BaseException:
-            if (connection.frames_sent or is_kept) and connection.failure is None:
+            if (connection.outbox.frames_sent or is_kept) and connection.failure is None:
                 keep(connection)
             else:
                 self.release(connection)
