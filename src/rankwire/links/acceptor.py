@@ -1,13 +1,9 @@
-"""The acceptor: one background thread a process that lets connections in.
+"""Accept connections and authenticate them, on one background thread per process.
 
-It is not on the way of any message or call. It accepts on all listening sockets, runs every
-handshake concurrently and without blocking, and gives an authenticated socket to its owner. A
-stranger costs a slot for at most five seconds: silent and garbage connections are dropped without
-a word, one with the wrong secret is told so, and when all slots are taken the acceptor drops the
-oldest. With TLS, its handshake is a part of the same five seconds.
-
-As an ``EventThread`` it also reads the *control connections* handed to ``watch``, and does small
-things at regular times. All state belongs to the thread.
+The thread accepts on all listening sockets, runs all handshakes concurrently without blocking, and
+hands authenticated streams to their owner. A handshake, TLS included, has five seconds. Silent and
+garbage connections are closed without an answer; a peer with the wrong secret receives a refusal.
+When all slots are taken, the oldest connection is closed.
 """
 
 from __future__ import annotations
@@ -49,34 +45,28 @@ Key = bytes | Callable[[Hello], bytes]
 def room_for(world_size: int) -> int:
     """Return how many connections may be in their handshake at once in a world of this size.
 
-    All ranks may dial at the same moment, and a rank whose connection was cut dials again while
-    the old connection still counts.
+    All ranks may dial at once, and a rank dials again while its cut connection still counts.
     """
     return max(_LEAST_ROOM, 2 * world_size)
 
 
 class House(Protocol):
-    """Who the acceptor works for. Called on its thread; must not block."""
+    """The owner of an acceptor. Called on its thread; must not block."""
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge an authenticated peer: the status, and a number for the text of a refusal."""
+        """Return the status for an authenticated peer, and a number for the text of a refusal."""
 
     def enter(self, hello: Hello, stream: ByteStream, seals: Seals | None) -> None:
-        """Take a connection whose peer was welcomed, and the seals of its frames."""
+        """Take the connection of a welcome peer. If this raises, the acceptor closes it."""
 
 
 class Acceptor(EventThread):
-    """Runs from ``start`` to ``close``.
+    """Accepts connections from ``start`` to ``close``.
 
     Args:
-        house: Decides who may enter.
-        clock: By which a handshake takes too long.
-        key: The handshake key, or how to find it for who dials; called on the acceptor's thread.
-        policy: How connections must be protected.
-        room: How many connections may be in their handshake at once.
-
-    Attributes:
-        room: The same. Change it on this thread, or before ``start``.
+        key: The handshake key, or a function that finds it; called on the acceptor's thread.
+        room: How many connections may be in their handshake at once. Change the attribute on this
+            thread, or before ``start``.
     """
 
     def __init__(
@@ -98,7 +88,7 @@ class Acceptor(EventThread):
         super().__init__("rankwire-acceptor", clock)
 
     def listen(self, listener: runtime.Socket | Listener) -> None:
-        """Accept at this listener too; owned from now on. Before ``start``."""
+        """Accept at this listener too, and own it. Before ``start``."""
         listener = listener_of(listener)
         self._listeners.append(listener)
         self._register(listener, runtime.EVENT_READ, partial(self._accept, listener))
@@ -151,10 +141,9 @@ class Acceptor(EventThread):
         self._register(stranger.stream, runtime.EVENT_READ, partial(self._advance, stranger))
 
     def _sweep(self) -> None:
-        """Drop the connections whose time is over.
+        """Close the connections whose time has passed.
 
-        One timer serves all of them: with one for each, every round of this thread would look at
-        every timer, and the CPU time of N handshakes would grow with N squared.
+        One timer serves all: with one each, the CPU time of N handshakes would grow with N squared.
         """
         for stranger, deadline in list(self._strangers.items()):
             if not deadline.expired:
@@ -217,7 +206,7 @@ class Acceptor(EventThread):
             stranger.stream.close()
 
     def _release(self, stranger: _Stranger) -> None:
-        """End what this thread does for a stranger; its socket stays open."""
+        """Stop serving a handshake; the stream stays open."""
         del self._strangers[stranger]
         if not self._strangers:
             self.call_no_more(self._sweep)
@@ -225,8 +214,6 @@ class Acceptor(EventThread):
 
 
 class _Stranger:
-    """A connection in its handshake: which message it owes and what has come of it."""
-
     def __init__(self, stream: ByteStream, key: Key) -> None:
         self.stream = stream
         self.responder = Responder(
@@ -237,7 +224,7 @@ class _Stranger:
         self._received = b""
 
     def receive(self) -> bytes | None:
-        """Return the message it owes once it is whole. Reads not one byte more."""
+        """Return the expected message once it is complete. Reads no byte beyond it."""
         if not self.stream.shake_hands():
             return None
         try:

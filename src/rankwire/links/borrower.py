@@ -1,9 +1,8 @@
-"""The borrower: reads a payload out of the memory of another process of this host.
+"""Read a payload out of the memory of another process of this host.
 
-The receiving thread copies it straight to its destination. If the receive is only posted, the
-thread that reads the connection does so (``bring_to``). Then a receipt releases the sender. The
-other end is ``lender``; the protocol between them is in ``wire.loans``. The lock of a ``Borrowed``
-guards its state.
+The receiving thread copies it straight to its destination; for a receive that is only posted, the
+thread that reads the connection does (``bring_to``). A receipt then releases the sender. The other
+end is ``lender``, the protocol ``wire.loans``. The lock of a ``Borrowed`` guards its state.
 """
 
 from __future__ import annotations
@@ -41,14 +40,10 @@ class Borrowed(UnreadPayload):
     """A payload in the memory of another process.
 
     Args:
-        loan: Where it is.
-        pid: The process.
-        peer: Its rank, for errors.
-        clock: The clock by which to wait for the sender's decision.
-        fail: Called with the cause if the process is gone; returns the error to raise.
+        fail: Called with the cause if that process is gone; returns the error to raise.
 
     Attributes:
-        place: The memory of a posted receive to which it is being copied, or was.
+        place: The memory of a posted receive to which the payload is or was copied.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class Borrowed(UnreadPayload):
 
     @property
     def is_revoked(self) -> bool:
-        """Whether the sender has taken it back by now."""
+        """Whether the sender has withdrawn it by now."""
         with self._lock:
             return self._revoked or self._guard() == self._loan.number | REVOKED
 
@@ -94,7 +89,7 @@ class Borrowed(UnreadPayload):
                     self._pull(start, view)
 
     def whole(self) -> bytearray:
-        """Return all of the payload, copied once, and give the sender its memory back."""
+        """Return a copy of the payload, and release the sender."""
         with self._lock:
             if self._memory is None:
                 memory = self._allocate()
@@ -110,7 +105,7 @@ class Borrowed(UnreadPayload):
             raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
 
     def beginning(self) -> memoryview:
-        """Return the first bytes, by which a destination tells whether the rest belongs there."""
+        """Return the first bytes, by which a destination decides whether the rest belongs there."""
         with self._lock:
             if self._beginning is None:
                 beginning = bytearray(min(HEAD_NBYTES, len(self)))
@@ -119,10 +114,10 @@ class Borrowed(UnreadPayload):
             return memoryview(self._beginning)
 
     def bring_to(self, place: Destination) -> Placed:
-        """Copy the payload, but for its head, to a destination, and give it back.
+        """Copy the payload without its head to a destination, and release the sender.
 
-        Safe to repeat after an interrupt. ``beginning`` was asked for before. The caller keeps the
-        owner of the destination from using that memory meanwhile.
+        Safe to repeat after an interrupt. Call ``beginning`` first. The caller keeps the owner of
+        the destination from using that memory meanwhile.
         """
         with self._lock:
             start = len(self) - len(place.view)
@@ -139,7 +134,7 @@ class Borrowed(UnreadPayload):
             return Placed(bytes(self._beginning[:start]), place)
 
     def vacate(self) -> None:
-        """Use the memory of a receive no more; what was given back is moved out of it."""
+        """Stop using the memory of a receive; move out what the sender no longer holds."""
         with self._lock:
             place = self.place
             if place is not None and self._is_in_place and self._memory is None and self._receipt:
@@ -178,14 +173,13 @@ class Borrowed(UnreadPayload):
             raise self._why_not(number)
 
     def _guard(self) -> int | None:
-        """Return what the guard holds; None if the process is gone."""
+        """Return the guard word; None if the process is gone."""
         guard = ctypes.c_uint64(_NONE)
         local = [(ctypes.addressof(guard), WORD_NBYTES)]
         count, _ = transfer(READ, self._pid, local, [(self._loan.guard, WORD_NBYTES)])
         return guard.value if count == WORD_NBYTES else None
 
     def _why_not(self, number: int) -> RankwireError:
-        """Return why the memory could not be read: revoked, refused, or its owner is gone."""
         guard = self._guard()
         if guard is None:
             reason = os.strerror(number) if number else "only a part of it is there"
@@ -201,7 +195,7 @@ class Borrowed(UnreadPayload):
         return MessageWithdrawnError("the sender took the message back, or sends it in another way")
 
     def _release(self) -> None:
-        """Write the receipt; raise if the sender had taken the loan back by then."""
+        """Write the receipt; raise if the sender had withdrawn the loan by then."""
         if self._is_settled or self._revoked:
             return
         if not self._receipt:
@@ -217,7 +211,7 @@ class Borrowed(UnreadPayload):
         self._is_settled = True
 
     def _write_receipt(self, value: int) -> None:
-        """Write it, and note that in the same step: a second one might be another loan's."""
+        """Write and note it in one step: a second receipt might land in another loan's word."""
         word = ctypes.c_uint64(value)
         local = (Vector * 1)(Vector(ctypes.addressof(word), WORD_NBYTES))
         remote = (Vector * 1)(Vector(self._loan.receipt, WORD_NBYTES))
@@ -230,7 +224,6 @@ class Borrowed(UnreadPayload):
 
 
 def _cut(pieces: Sequence[tuple[int, int]], start: int, nbytes: int) -> list[tuple[int, int]]:
-    """Return the pieces that hold ``nbytes`` from ``start`` on."""
     cut = []
     for address, length in pieces:
         if start >= length:

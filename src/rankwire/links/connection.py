@@ -1,10 +1,8 @@
-"""One connection: whole frames out, whole frames in, over any stream.
+"""One connection: send and receive whole frames over any stream.
 
-Writing is ``outbox.Outbox``: any thread. A large payload to a process of this host is lent
-instead (``lender``): the frame describes it, the peer copies it out of this process's memory. What
-the two ends say about that, and how a connection begins and ends, is ``wire.protocol``.
-
-Reading is ``frame_reader``, and the end of a connection ``connection_end``.
+``outbox.Outbox`` writes, from any thread. A large payload to a process of this host is lent instead
+(``lender``): the frame describes it, and the peer copies it out of this process's memory.
+``frame_reader`` reads, ``connection_end`` ends a connection, ``wire.protocol`` begins it.
 """
 
 from __future__ import annotations
@@ -48,25 +46,20 @@ class Connection(FrameReader):
 
     Args:
         sock: Connected and authenticated: a stream, or a non-blocking socket. Owned from now on.
-        peer: The rank at the other end, for errors.
         max_nbytes: Largest payload accepted from the peer.
-        clock: By which its threads wait.
-        spin: How long a reader polls before it sleeps.
-        on_rest: Called when the peer took only a part of a small frame in time; sees to it that the
-            rest is flushed once it takes more. Any thread, with the send lock held.
+        on_rest: Called when the peer took only a part of a frame in time; has the rest flushed once
+            the peer takes more. Any thread, with the send lock held.
         incoming: Whether the peer dialled. If it then closes without having sent anything, it gave
-            up dialling; that is no failure.
-        single_copy: Whether the peer's memory may be read, and some be shared with it, where the
-            kernel allows it.
-        on_lost: Called in any thread with the cause when the connection ends in any way but a good
-            one; returns the cause to keep, because its owner may know better.
-        on_left: The same for a good end, if somebody waits for an answer.
-        seals: What frames are sealed and checked with, as the handshake has made it; None if they
-            are not sealed.
+            up dialling, which is no failure.
+        single_copy: Whether to read and share memory with the peer where the kernel allows it.
+        on_lost: Called in any thread with the cause if the connection fails; returns the cause to
+            keep, because its owner may know more.
+        on_left: The same for a peer that left in good order, if a thread waits for an answer.
+        seals: The seals of the frames from the handshake; None if frames are not sealed.
 
     Attributes:
-        send_small: ``send``, for what is never lent.
-        post_small: The same, without waiting.
+        send_small: ``send`` for messages that are never lent.
+        post_small: ``send_small`` without waiting.
     """
 
     # From here on a payload is lent. There and back take, lent and by stream: 238 and 126 us at 512
@@ -141,25 +134,25 @@ class Connection(FrameReader):
 
     @property
     def can_lend(self) -> bool | None:
-        """Whether the peer can read this process's memory; None until it has said so."""
+        """Whether the peer can read this process's memory; None until it has introduced itself."""
         return self._protocol.can_lend
 
     @property
     def why_not_lend(self) -> str:
-        """If it cannot, why."""
+        """The reason if the peer cannot read this process's memory."""
         return self._protocol.why_not_lend
 
     @property
     def queued_nbytes(self) -> int:
-        """Bytes that the peer has not taken: held back here, in a ring or in the kernel."""
+        """Bytes that the peer has not taken: held here, in a ring or in the kernel."""
         ring = self.outbox.ring
         in_ring = 0 if ring is None else ring.unread_nbytes
         return self.outbox.held_nbytes + in_ring + self.stream.unsent_nbytes()
 
     def is_unanswered(self, seconds: float) -> bool:
-        """Whether the peer's host has not acknowledged what is under way for so long.
+        """Whether the peer's host has acknowledged nothing under way for so long.
 
-        To be asked again and again, by one thread: it compares with what it saw before.
+        Call it repeatedly from one thread: it compares with the previous call.
         """
         waiting = self._unanswered.look(self.stream)
         return waiting is not None and waiting.waited >= seconds
@@ -180,18 +173,14 @@ class Connection(FrameReader):
     ) -> None:
         """Send one frame. Safe from any thread; the buffers are free again on return.
 
-        Args:
-            envelope: Under which it is received.
-            message: The payload.
-            deadline: For all of it, also for other threads' frames before it.
-            hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
-                Whoever holds frames back sees to it that they are flushed soon.
-            meanwhile: What to read when the peer does not take more for now, so that two ends which
-                both send first do not wait for each other. The send lock may be held.
+        The deadline includes the frames of other threads before it. With ``hold``, a small frame
+        may stay here until the next one leaves; the caller flushes soon. While the peer takes no
+        more, the thread reads ``meanwhile``, perhaps with the send lock held, so that two ends
+        which both send first do not block each other.
 
         Raises:
-            DeadlineExceededError: It was not taken in time. If ``may_have_arrived``, a part of it
-                was, and the rest follows in the background; else it never arrives.
+            DeadlineExceededError: The peer did not take it in time. If ``may_have_arrived``, it
+                took a part, and the rest follows in the background; else it never arrives.
             RankwireError: The connection has failed.
         """
         if message[1] >= self.lend_from and self._protocol.can_lend:
@@ -207,14 +196,13 @@ class Connection(FrameReader):
         self.outbox.send(envelope, message, deadline, hold, meanwhile)
 
     def greet(self, deadline: Deadline) -> None:
-        """Tell the peer that this end is there; from now on an end of the stream is a death."""
+        """Greet the peer; from now on it takes an end of the stream for a failure."""
         self.send(*BELL, deadline)
 
     def introduce(self, *, is_read: bool = True) -> None:
-        """Tell a peer of this host whether we can read its memory. At once, on a new connection.
+        """Notify a peer of this host whether we can read its memory. At once, on a new connection.
 
-        Args:
-            is_read: Whether much will be read here; then a ring is offered first.
+        With ``is_read``, much will be read here, and a ring is offered first.
         """
         if isinstance(self.stream, UnixStream):
             if is_read and self._may_offer:
@@ -223,7 +211,6 @@ class Connection(FrameReader):
             self._take_offer()
 
     def _offer_ring(self, stream: UnixStream) -> None:
-        """Let the peer write through memory, while this end polls it."""
         try:
             offer = stream.offer_ring()
         except OSError as error:
@@ -233,7 +220,7 @@ class Connection(FrameReader):
         self.send(*self._protocol.offering(offer), AT_ONCE)
 
     def _take_offer(self) -> None:
-        """Write through the memory that the peer has offered, if it has and it can be opened.
+        """Write through the ring that the peer has offered, if it can be opened.
 
         Not before this end has introduced itself: a peer that dialled may still give up.
         """
@@ -251,7 +238,7 @@ class Connection(FrameReader):
             _log.debug("there is no ring to rank %d: %s", self.peer, error)
 
     def farewell(self, deadline: Deadline) -> None:
-        """Tell the peer that this end leaves in good order, if that can be said at once."""
+        """Notify the peer that this end leaves in good order, if it takes that at once."""
         end = ChannelClosedError("this end has left").during(peer=self.peer)
         try:
             self.outbox.send(FAREWELL, ((), 0), deadline, last=end)
@@ -262,12 +249,10 @@ class Connection(FrameReader):
     def await_introduction(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """Wait until a peer of this host has introduced itself, on a connection we dialled.
 
-        Args:
-            deadline: How long.
-            check: Called now and then while waiting; what it raises ends the wait.
+        Calls ``check`` repeatedly; an exception from it ends the wait.
 
         Raises:
-            DeadlineExceededError: It has not, in time.
+            DeadlineExceededError: The peer has not introduced itself in time.
         """
         while self.can_lend is None and self.failure is None:
             if self.read_ready() is None and self.can_lend is None:

@@ -1,7 +1,7 @@
-"""The end of a connection: why its stream has ended, and what that means.
+"""The end of a connection: why its stream has ended, and which error that is.
 
-Failure is sticky: the first cause is kept in ``failure`` and raised by every later use. Foreign
-exceptions end here: above, only errors of this package are seen.
+Failure is sticky: the first cause is kept in ``failure`` and raised by every later use. Only errors
+of this package leave from here.
 """
 
 from __future__ import annotations
@@ -23,20 +23,12 @@ Explain = Callable[[RankwireError], RankwireError]
 
 
 class ConnectionEnd:
-    """What a connection knows about its end. ``fail`` and ``look_for_end`` suit any thread.
+    """The part of a connection that knows its end; see ``Connection`` for the arguments.
 
-    Args:
-        stream: What carries the bytes.
-        protocol: What both ends have said.
-        parser: What has been read.
-        peer: The rank at the other end, for errors.
-        is_sealed: Whether frames have seals.
-        on_lost: Called in any thread with the cause when the connection ends in any way but a good
-            one; returns the cause to keep, because its owner may know better.
-        on_left: The same for a good end, if a thread waits for an answer.
+    ``fail`` and ``look_for_end`` are safe from any thread.
 
     Attributes:
-        failure: Why it cannot be used any more, if that is so.
+        failure: Why the connection cannot be used any more; None if it can.
     """
 
     outbox: Outbox
@@ -63,14 +55,12 @@ class ConnectionEnd:
         self._farewell_nbytes = HEADER_NBYTES + (SEAL_NBYTES if is_sealed else 0)
 
     def _ended(self, error: OSError | None = None) -> RankwireError:
-        """The stream has ended or broken: return what to raise."""
         cause = self._end_of_stream(error)
         if self.failure is None:  # else this end has closed it
             self._protocol.on_event(StreamEvent.END)
         return self.fail(cause)
 
     def _spoiled(self, error: ProtocolError) -> RankwireError:
-        """What came is not a valid stream: return what to raise."""
         self._protocol.on_event(StreamEvent.VIOLATION)
         return self.fail(error.during(peer=self.peer))
 
@@ -85,7 +75,7 @@ class ConnectionEnd:
 
     @property
     def was_given_up(self) -> bool:
-        """Whether the peer closed it without ever having sent anything."""
+        """Whether the peer closed it without having sent anything."""
         if self._protocol.state is not ConnectionState.UNUSED or self.failure is not None:
             return self._protocol.state is ConnectionState.GIVEN_UP
         try:
@@ -96,7 +86,7 @@ class ConnectionEnd:
             return True
 
     def look_for_end(self) -> None:
-        """Raise if the connection has ended, also if nobody reads it. Safe from any thread."""
+        """Raise if the connection has ended, even if no thread reads it. Safe from any thread."""
         if self.failure is None:
             try:
                 waiting = self.stream.peek(_PEEK_NBYTES)
@@ -112,16 +102,14 @@ class ConnectionEnd:
         raise self.failure.copy()
 
     def _is_only_a_farewell(self, waiting: bytes) -> bool:
-        """Whether nothing but a farewell is there to read, and not the end of a message."""
         if len(waiting) != self._farewell_nbytes or self.parser.in_frame:
             return False
         return self.parser.is_farewell(waiting)
 
     def _farewell_is_waiting(self) -> bool:
-        """Whether the peer said goodbye before it closed: a farewell is the last frame, and bare.
+        """Whether the last bytes in the stream are a farewell, which is always the last frame.
 
-        The reader may not have come to it, and on a connection that is only written there is no
-        reader.
+        The reader may not have come to it, and a connection that is only written has no reader.
         """
         try:
             waiting = self.stream.peek(_PEEK_NBYTES)
@@ -130,10 +118,7 @@ class ConnectionEnd:
         return self.parser.is_farewell(waiting)
 
     def fail(self, cause: RankwireError) -> RankwireError:
-        """Give up the connection; whoever waits on it wakes up.
-
-        Returns the first cause, ready to be raised.
-        """
+        """Fail the connection and wake its threads; return the first cause, ready to be raised."""
         # First of all, for what follows can wait and be interrupted: nothing can be sent any more.
         cause = self._ending = self._ending or cause.kept()
         self.stream.shut_down()
@@ -150,7 +135,7 @@ class ConnectionEnd:
         self.failure = self.failure or cause
 
     def explain_end(self, error: RankwireError) -> RankwireError:
-        """Return the cause of an end for which somebody waits; a farewell may have a reason."""
+        """Return the cause of an end for a waiting caller; a farewell may have a reason."""
         if self._on_left is not None and isinstance(error, ChannelClosedError):
             return self._on_left(error)
         return error

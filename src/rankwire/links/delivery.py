@@ -1,8 +1,8 @@
-"""Delivery: frames of a connection become messages of receives, lent ones included.
+"""Deliver the frames of a connection to receives, lent messages included.
 
-A message that is lent is fetched by the thread that waits for it, straight to where it wants it.
-The reader fetches all others, so that their senders can go on: to where a posted receive wants it,
-or to new memory. It always fetches replies, and releases one that no caller wants any more unread.
+A thread that waits for a lent message fetches it, straight to its destination. The reader fetches
+all others, so that their senders can continue: to the memory of a posted receive, or to new memory.
+It always fetches replies, and releases those unread that no caller wants any more.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ class DeliveryMailbox(SharedMailbox):
     """A mailbox to which a connection delivers.
 
     Args:
-        peer: The rank whose messages these are, for errors.
-        mailbox: Where they are matched.
-        clock: By which its threads wait.
-        connection: Where they come from, if it is known yet.
-        fetch: Whether what is lent is fetched by the thread that reads it, and not by the receiver.
+        connection: None until the peer has connected.
+        fetch: Whether the reader fetches lent messages, and not the receiver.
     """
 
     def __init__(
@@ -50,10 +47,8 @@ class DeliveryMailbox(SharedMailbox):
     def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one.
 
-        Some may be lent. One that a thread waits for is matched as it is, and that thread fetches
-        it. Another one is fetched here, to where a posted receive wants it, or to new memory if
-        there is room. If there is not, it stays with the connection, and all that came after it,
-        until there is.
+        A lent message for which there is no room stays with the connection until there is, and so
+        do all frames after it.
         """
         assert self.connection is not None
         if self.connection.has_parcels:
@@ -80,7 +75,7 @@ class DeliveryMailbox(SharedMailbox):
                 return
 
     def _deliver_first(self, frames: deque[Frame]) -> bool:
-        """Deliver the first frame, or drop it; False if there is no room for it now."""
+        """Deliver or drop the first frame; False if there is no room for it now."""
         frame = frames[0]
         payload = frame.payload
         if not isinstance(payload, Borrowed):
@@ -96,7 +91,6 @@ class DeliveryMailbox(SharedMailbox):
             return True
 
     def _deliver_lent(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
-        """Deliver the first frame, which is lent; raises if its sender has taken it back."""
         if payload.is_revoked:
             raise MessageWithdrawnError("the sender took the message back")
         with self._mutex:
@@ -121,7 +115,7 @@ class DeliveryMailbox(SharedMailbox):
         return True
 
     def _bring(self, frames: deque[Frame], envelope: Envelope, payload: Borrowed) -> bool:
-        """Copy what is lent to where a posted receive wants it; False if none has said where."""
+        """Copy a lent message to the memory of a posted receive; False if none gives memory."""
         assert self.connection is not None
         with self.connection.filling:
             place = self._find_place(envelope, len(payload), payload.beginning())
@@ -138,12 +132,12 @@ class DeliveryMailbox(SharedMailbox):
             return self._mailbox.find_place(envelope, nbytes, first)
 
     def give_up(self, receive: Receive) -> None:
-        """Take back a receive: its message, if it has come or comes, is for others."""
+        """Cancel a receive; its message is left to other receives."""
         super().give_up(receive)
         self.vacate(receive)
 
     def vacate(self, receive: Receive) -> None:
-        """See to it that nothing comes into the memory of a receive any more. Safe to repeat."""
+        """Ensure that nothing is written to the memory of a receive any more. Safe to repeat."""
         connection = self.connection
         if receive.into is None or connection is None:
             return

@@ -1,7 +1,6 @@
-"""The dialer: from an address to an authenticated connection, seen from the end that opens it.
+"""Authenticate a connection that this process has opened.
 
-Blocking, in the thread that needs the connection, within its deadline. The listening end is
-``acceptor``.
+Blocks the thread that needs the connection, until its deadline. The other end is ``acceptor``.
 """
 
 from __future__ import annotations
@@ -43,24 +42,18 @@ def authenticate(
     check: Callable[[], None] = lambda: None,
     policy: Policy = UNPROTECTED,
 ) -> tuple[ByteStream, Seals | None]:
-    """Prove to the other end that this one has the key, and have it prove the same.
+    """Prove to the other end that this one has the key, and verify the same of it.
 
-    Args:
-        sock: Connected and non-blocking. If this raises, it is still the caller's to close.
-        hello: Who this is, and what the connection is for.
-        key: The handshake key.
-        deadline: For all of it.
-        check: Called now and then while waiting; what it raises ends the wait.
-        policy: How the connection is protected.
+    If this raises, the caller still has to close ``sock``. ``check`` is called repeatedly while
+    waiting; an exception from it ends the wait.
 
     Returns:
-        The stream, inside TLS if the policy wants it; and the seals of the frames, if they are
-        sealed.
+        The stream, inside TLS if the policy wants it, and the seals of its frames, if any.
 
     Raises:
-        AuthenticationError: It does not have the key, or refused our proof, or TLS is not possible
-            with it, or its certificate is not of who was dialled.
-        NoConnectionError: It closed the connection before the handshake was complete, or refused
+        AuthenticationError: The other end does not have the key, refuses our proof, cannot do TLS,
+            or shows the certificate of another rank.
+        NoConnectionError: It closed the connection during the handshake, or refused
             (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
@@ -97,7 +90,6 @@ def authenticate(
 def _receive(
     stream: ByteStream, nbytes: int, deadline: Deadline, check: Callable[[], None]
 ) -> bytes:
-    """Return exactly ``nbytes``, or less at the end of the stream."""
     data = b""
     while len(data) < nbytes:
         try:

@@ -1,7 +1,6 @@
-"""A thread that serves a selector: reads control connections, does small things at their time.
+"""A thread that serves a selector: it reads control connections and runs timers.
 
-Other threads only post to it (``call_soon``) and end it (``close``); all other state belongs to
-the thread. What else it watches, and what it is for, is its subclass's business.
+Other threads only post to it (``call_soon``) and close it; all other state belongs to the thread.
 """
 
 from __future__ import annotations
@@ -26,15 +25,7 @@ _CATCHING_UP_NAP = 0.001
 
 
 class EventThread:
-    """Runs from ``start`` to ``close``.
-
-    Args:
-        name: The thread's.
-        clock: By which it does things.
-
-    Attributes:
-        clock: The same.
-    """
+    """Serves a selector from ``start`` to ``close``."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.clock = clock
@@ -47,7 +38,7 @@ class EventThread:
         guard(self)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def call_soon(self, action: Callable[[], None]) -> None:
@@ -55,21 +46,21 @@ class EventThread:
         self._wakeup.post(action)
 
     def catch_up(self, deadline: Deadline) -> None:
-        """Wait until all is read that has come by now. Safe from any thread but its own."""
+        """Wait until all that has come by now is read. Safe from any other thread."""
         seen = self._rounds + 2  # one round is under way; the next one sees what is there
         while self._rounds < seen and not self._closing and not deadline.expired:
-            self._wakeup.wake()
+            self._wakeup.release()
             self.clock.sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run ``action`` again and again. On this thread, or before ``start``.
+        """Run ``action`` repeatedly. On this thread, or before ``start``.
 
         Connections that are readable at the same moment are read first.
         """
         self._timers.append(_Timer(seconds, action, Deadline(seconds, self.clock)))
 
     def call_no_more(self, action: Callable[[], None]) -> None:
-        """End what ``call_every`` began. On this thread, or after it has stopped."""
+        """Stop a timer of ``call_every``. On this thread, or after it has stopped."""
         self._timers = [timer for timer in self._timers if timer.action != action]
 
     @property
@@ -98,7 +89,7 @@ class EventThread:
         self._register(connection, runtime.EVENT_READ, readable)
 
     def flush_when_possible(self, connection: Connection) -> None:
-        """Send what a connection holds back as soon as its peer takes it. Safe from any thread."""
+        """Flush a connection as soon as its peer takes more. Safe from any thread."""
 
         def writable() -> None:
             try:
@@ -125,11 +116,11 @@ class EventThread:
             self._selector.unregister(number)
 
     def close(self) -> None:
-        """Stop the thread, and let go of all it had. Idempotent."""
+        """Stop the thread and close its resources. Idempotent."""
         if self._closing:
             return
         self._closing = True
-        self._wakeup.wake()
+        self._wakeup.release()
         if self._thread.is_alive() and self._thread is not runtime.current_thread():
             self.clock.join(self._thread)
         self._let_go()
@@ -177,8 +168,6 @@ class EventThread:
 
 @dataclass(slots=True)
 class _Timer:
-    """Something to do every ``seconds``."""
-
     seconds: float
     action: Callable[[], None]
     deadline: Deadline  # for the next time

@@ -1,15 +1,14 @@
 """Receive one message from the first of several inboxes that has one.
 
-A receive is posted in all of them. The first message ends it; the thread that has read it withdraws
-the receives in the other inboxes. A second message that has come by then is put back to the head of
-its queue.
+A receive is posted in all of them. The thread that reads the first message withdraws the other
+receives; a second message that has come by then returns to the head of its queue.
 
 The waiting thread reads the connections that no other thread reads, and sleeps at all of them at
-once. It parks a bell in each inbox, which rings when another thread has read the message, a
-connection is added, or a reading role is left. A rank that was restarted has another inbox, and the
-receive is posted there.
+once. It parks a waiter in each inbox, which is released when another thread has read the message, a
+connection is added, or a reading role is left. For a rank that was restarted, the receive is posted
+in its new inbox.
 
-Locks: ``_lock`` guards the choice alone; nothing is done under it.
+Locks: ``_lock`` guards the choice alone; no other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -40,13 +39,10 @@ class FirstReceive(ReceiveHandle):
     """A receive in several inboxes. For one thread at a time, but others may read for it.
 
     Args:
-        inboxes: Where it may come, in the order in which they are looked at.
-        envelope: The one it must have.
-        nbytes: The size it must have, if that is fixed.
-        new_waiter: Makes what the thread sleeps by.
-        successor_of: Returns the inbox in the place of one that has ended; the same if its rank is
-            not back.
-        lookout: What a thread reads that has waited for a while: also of ranks that are not asked.
+        inboxes: In the order in which they are read.
+        successor_of: Returns the inbox that replaces a failed one; the same if its rank is not
+        back.
+        lookout: What the thread reads after a while: also ranks that are not asked.
     """
 
     def __init__(
@@ -129,14 +125,12 @@ class FirstReceive(ReceiveHandle):
             _take_back(inbox, receive)
 
     def _read(self, count: int) -> None:
-        """Read what is there in the first inboxes, until it has come."""
         for inbox, _ in self._receives[:count]:
             if self._first is not None:
                 break
             inbox.read_available()
 
     def _ask_successors(self) -> None:
-        """Ask ranks that are back, in their new inboxes."""
         for number, (inbox, receive) in enumerate(self._receives):
             if receive.error is None or (successor := self._successor_of(inbox)) is inbox:
                 continue
@@ -146,7 +140,7 @@ class FirstReceive(ReceiveHandle):
             successor.post(receive)
 
     def _has_come(self) -> bool:
-        """Whether it has come, also if a thread was interrupted before it could say so."""
+        """Whether a message has come, also if the reader was interrupted before it noted that."""
         if self._first is None:
             for _, receive in self._receives:
                 if receive.done:
@@ -154,10 +148,7 @@ class FirstReceive(ReceiveHandle):
         return self._first is not None
 
     def _came(self, receive: Receive) -> None:
-        """Choose a receive that is done, unless there is one; those of ranks that are gone apart.
-
-        Called by any thread.
-        """
+        """Choose this receive if it has a message and none is chosen yet. Any thread."""
         if receive.payload is None and not isinstance(receive.error, SizeMismatchError):
             return
         with self._lock:
@@ -189,14 +180,13 @@ class FirstReceive(ReceiveHandle):
             waiter.close()
 
     def _why_nobody(self) -> RankwireError:
-        """Return why nobody sends it any more: the first loss, if there was one."""
         errors = [receive.error for _, receive in self._receives if receive.error is not None]
         lost = (error for error in errors if isinstance(error, PeerLostError))
         return next(lost, errors[0]).copy()
 
 
 def _take_back(inbox: Inbox, receive: Receive) -> None:
-    """Take back a receive; if it has its message, that is put back. Safe to repeat."""
+    """Cancel a receive; put back its message, if it has one. Safe to repeat."""
     receive.on_done = None
     if receive.posted:
         inbox.withdraw(receive)

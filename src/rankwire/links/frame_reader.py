@@ -1,8 +1,8 @@
-"""Reading frames from a stream: one thread at a time.
+"""Read frames from a stream, one thread at a time.
 
-Which thread reads is the business of the owner (``inbox.Inbox`` for receives and replies, the
-poller of calls for requests). The parser's state stays here, so a reader whose deadline passes in
-the middle of a frame, or who is interrupted there, loses nothing.
+The owner decides which thread reads: ``inbox.Inbox`` for receives and replies, the poller of calls
+for requests. The parser's state stays here, so a reader loses nothing if its deadline passes or an
+interrupt comes in the middle of a frame.
 """
 
 from __future__ import annotations
@@ -48,14 +48,10 @@ class FrameReader(ConnectionEnd):
     _recv_into: Callable[[memoryview], int] | None = None
 
     def receive(self, deadline: Deadline, beside: Sequence[ByteStream] | None = ()) -> deque[Frame]:
-        """Return the next frames; none at the deadline, or when it has been silent for a while.
+        """Return the next frames; none at the deadline, or after a while of silence.
 
-        One reader at a time; takes and raises as ``receive_ready`` does.
-
-        Args:
-            deadline: How long.
-            beside: Streams of other connections: as soon as one of them can be read, it returns
-                too. If None, it waits only for a millisecond.
+        Returns early when one of the streams ``beside`` can be read; None limits the wait to a
+        millisecond. Otherwise as ``receive_ready``.
         """
         longest = _FIRST_SLEEP if beside is None else LONGEST_SLEEP
         late_reads = 0
@@ -80,8 +76,8 @@ class FrameReader(ConnectionEnd):
     def receive_ready(self) -> deque[Frame] | None:
         """Return the frames that have come; None if there is nothing to read.
 
-        One reader at a time, without waiting. Whoever takes a frame removes it: what stays, also
-        because the reader was interrupted, is returned again.
+        For one reader at a time; does not wait. The caller removes each frame that it takes: the
+        next call returns the others again, also after an interrupt.
 
         Raises:
             RankwireError: The connection has failed; frames before that were returned earlier.
@@ -110,7 +106,7 @@ class FrameReader(ConnectionEnd):
         return parser.state[0]
 
     def _take_in_otherwise(self) -> None:
-        """Take in the first that comes, a large payload, or what has no fast path."""
+        """Read the first bytes, a large payload, or a stream without a fast path."""
         parser, stream = self.parser, self.stream
         if parser.violation is not None:
             raise parser.violation.copy()
@@ -120,7 +116,7 @@ class FrameReader(ConnectionEnd):
         self._recv_into = stream.recv_into
 
     def _take_further(self, is_whole: bool | None) -> None:
-        """Go on with what the parser took in: whole, a part, or None at the end of the stream."""
+        """Parse what was read: a whole frame, a part, or None at the end of the stream."""
         if is_whole is None:
             if self._finds_last_records():
                 return
@@ -131,19 +127,19 @@ class FrameReader(ConnectionEnd):
             self._parse()
 
     def _finds_last_records(self) -> bool:
-        """Take what was put into the ring before the stream ended, and after the last look."""
+        """Take what the peer wrote to the ring after the last look and before the stream ended."""
         try:
             return self.parser.take_records()
         except ProtocolError as error:
             raise self._spoiled(error) from None
 
     def read_ready(self) -> list[Frame] | None:
-        """Return what ``receive_ready`` does, and take it: for readers that nobody interrupts."""
+        """Take and return the frames of ``receive_ready``, in a thread without interrupts."""
         frames = self.receive_ready()
         return None if frames is None else self._taken(frames)
 
     def read(self, deadline: Deadline) -> list[Frame]:
-        """Return what ``receive`` does, and take it."""
+        """Take and return the frames of ``receive``."""
         return self._taken(self.receive(deadline))
 
     def _taken(self, frames: Collection[Frame]) -> list[Frame]:
@@ -158,7 +154,7 @@ class FrameReader(ConnectionEnd):
         self.parser.commit(state)
 
     def _read_pending(self) -> None:
-        """Read what the stream has taken from its socket, which a poller would not see there."""
+        """Read what the stream holds beyond its socket, where no poller sees it."""
         while self.stream.has_pending:
             try:
                 self.parser.read_by(self.stream.read)
@@ -170,7 +166,7 @@ class FrameReader(ConnectionEnd):
                 return
 
     def _take_special(self, frames: deque[Frame]) -> None:
-        """Take out what is for the connection itself. Safe to repeat: nobody has the frames yet."""
+        """Process the connection's own frames. Safe to repeat: no thread has taken them yet."""
         messages, violation = self._protocol.take(frames, self._borrow)
         if violation is not None:
             self.parser.spoil(violation)

@@ -1,19 +1,15 @@
-"""The inbox: the thread that waits is the thread that reads.
+"""Receive what one peer sends on one connection: the thread that waits is the thread that reads.
 
-One inbox holds what one peer sends on one connection. Any number of threads wait in it at once; one
-of them at a time has the *reading role*: it reads the connection, ends other threads' receives as
-their messages pass by, and when its own has come it leaves the role to one of those that still
-wait. So no thread stands between the socket and the thread that wants the message; a hand-over
-costs 60-100 us, a whole call 12-28 us without one.
+Any number of threads wait at once. One of them has the *reading role* (``reading_role``): it reads
+the connection, completes other threads' receives as their messages come (``delivery``), and passes
+the role on when its own is complete. So no thread stands between the socket and the receiver; a
+hand-over costs 60-100 us, a whole call without one 12-28 us.
 
-The role is ``reading_role``; what a frame becomes, and who fetches a lent message, ``delivery``.
+After a millisecond a waiting thread also reads what other ranks have sent (``lookout``), so that
+every posted operation of this rank makes progress.
 
-A thread that has waited here for a millisecond also reads what other ranks have sent (``lookout``):
-so every operation that this rank has posted moves on, whatever it waits for.
-
-The connection may come later than the first receive (the peer dials when it first sends). Waiting
-threads, the mutex and what an interrupt leaves are the business of ``shared_mailbox``; the mutex is
-not held while reading either.
+The connection may come after the first receive: the peer dials when it first sends. Sleeping
+threads, the mutex and interrupts are in ``shared_mailbox``; the mutex is not held while reading.
 """
 
 from __future__ import annotations
@@ -47,11 +43,8 @@ class Inbox(ReadingRole):
     """Receives from one peer. Every method is safe from any thread.
 
     Args:
-        peer: The rank whose messages these are, for errors.
-        mailbox: Where they are matched.
-        clock: By which its threads wait.
-        connection: Where they come from, if it is known yet.
-        fetch: Whether what is lent is fetched by whoever reads it, and not by whoever wants it.
+        connection: None until the peer has connected.
+        fetch: Whether the reader fetches lent messages, and not the receiver.
         lookout: What a thread reads that has waited here for a while.
     """
 
@@ -73,7 +66,7 @@ class Inbox(ReadingRole):
         self._beside: Sequence[ByteStream] | None = () if lookout is None else None
 
     def attach(self, connection: Connection) -> bool:
-        """Take the connection; False if there is one already, or if the peer has been given up."""
+        """Take the connection; False if there is one already, or the peer has failed."""
         with self._mutex:
             if self.connection is not None or self._mailbox.failure is not None:
                 return False
@@ -109,10 +102,10 @@ class Inbox(ReadingRole):
             raise
 
     def wait(self, receive: Receive, deadline: Deadline) -> Payload:
-        """Return the message of a posted receive, reading for others on the way.
+        """Return the message of a posted receive, reading for other threads meanwhile.
 
         Raises:
-            DeadlineExceededError: It did not come in time; the receive is taken back, and the
+            DeadlineExceededError: It did not come in time; the receive is cancelled, and the
                 message stays receivable.
             RankwireError: The peer has failed.
         """
@@ -130,7 +123,6 @@ class Inbox(ReadingRole):
             raise
 
     def _end_in_vain(self, receive: Receive, deadline: Deadline) -> None:
-        """End a receive whose time is up or that has failed, unless it comes at this moment."""
         is_in_time = not self.withdraw(receive)
         if receive.payload is None:
             self.vacate(receive)
@@ -138,10 +130,7 @@ class Inbox(ReadingRole):
             raise self.too_late(deadline)
 
     def drive(self, receive: Receive, deadline: Deadline) -> bool:
-        """Read until a posted receive is done; False if the deadline passes first.
-
-        After the deadline it stays posted.
-        """
+        """Read until a posted receive is done; False at the deadline, and then it stays posted."""
         token = object()
         beside = self._beside
         nap = ALONE
@@ -190,7 +179,7 @@ class Inbox(ReadingRole):
         return self._lookout.watch()
 
     def drive_posted(self, receive: PostedReceive, deadline: Deadline) -> bool:
-        """``drive``, for a thread that takes the message then: what is lent is left to it."""
+        """``drive`` for a thread that takes the message then, and fetches it if it is lent."""
         is_done = False
         receive.is_awaited = True
         try:
@@ -201,12 +190,12 @@ class Inbox(ReadingRole):
         return receive.done
 
     def leave_alone(self, receive: PostedReceive) -> None:
-        """Wait for a posted receive no more: from now on the reader fetches what is lent for it."""
+        """Stop waiting for a posted receive: the reader then fetches a lent message for it."""
         with self._mutex:
             receive.is_awaited = False
 
     def send_held(self, deadline: Deadline) -> None:
-        """Send what was held back; if that fails, so does the connection, and with it receives."""
+        """Flush the connection; if that fails, so do the receives."""
         try:
             if self.connection is not None and self.connection.outbox.is_holding:
                 self.connection.outbox.flush(deadline, self)
@@ -217,10 +206,7 @@ class Inbox(ReadingRole):
                 self.call_back_due()
 
     def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Read until ``condition()`` holds; False if the deadline passes first.
-
-        Raises when the peer has failed.
-        """
+        """Read until ``condition()`` holds; False at the deadline. Raises if the peer failed."""
         beside = self._beside
         while not condition():
             if deadline.expired:
@@ -249,13 +235,12 @@ class Inbox(ReadingRole):
         came: list[int],
         connection: Connection,
     ) -> None:
-        """Read once, and note how many frames have come."""
         frames = connection.receive(deadline, beside)
         came.append(len(frames))
         self._deliver(frames)
 
     def close(self, cause: RankwireError) -> None:
-        """End all receives and close the connection, once its reader has left it."""
+        """Fail all receives, and close the connection once its reader has left it."""
         if self.connection is not None:
             self.connection.fail(cause)
         patience = Deadline(_CLOSE_PATIENCE, self._clock)

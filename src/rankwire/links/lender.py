@@ -1,13 +1,12 @@
-"""The lender: memory of this process that a process of this host may read, and the wait for it.
+"""Lend memory of this process to a process of this host, and wait until it was read.
 
 ``lend`` returns a ``Lent`` and the description to send; ``wait`` waits for the receipt. The other
-end is ``borrower``; the protocol between them is in ``wire.loans``. The kernel
-copies straight from the lender's arrays into the borrower's destination: 64 MiB in 6 ms where a
-Unix socket takes 20 to 30.
+end is ``borrower``, the protocol ``wire.loans``. The kernel copies straight from the lender's
+arrays into the borrower's destination: 64 MiB in 6 ms where a Unix socket takes 20 to 30.
 
-The words that peers read and write live in an *arena* that is never freed: a late receipt must not
+The words that peers read and write are in an *arena* that is never freed: a late receipt must not
 land in memory that means something else by now. A pair of words is used again only after its
-receipt has come, so a receipt that comes late cannot hide another one's.
+receipt has come.
 
 Locks: ``_Arena._lock`` guards the free pairs, that of a ``Lent`` its state. Only the arena's are
 taken under a ``Lent``'s.
@@ -48,23 +47,23 @@ _LOOK_FOR_END_EVERY = 0.05
 
 
 class Meanwhile(Protocol):
-    """What a thread does while its peer does not take what it sends.
+    """What a thread reads while its peer does not take what it sends.
 
-    It reads, so that ranks which all send first do not wait for each other.
+    So ranks which all send first do not block each other.
     """
 
     def watch(self) -> Sequence[ByteStream]:
-        """Return the streams on which something to read may come."""
+        """Return the streams to wait for."""
 
     def read(self) -> bool:
-        """Read what is there, without waiting; return whether there is more only if it comes.
+        """Read what has come, without waiting; False if some of it had to be left unread.
 
-        It may send, but not to the peer for which it waits: that fails at once.
+        It may send, but not to the peer for which the thread waits: that fails at once.
         """
 
 
 class _Arena:
-    """Pairs of words, a guard and a receipt each, at addresses that stay for ever."""
+    """Pairs of words, a guard and a receipt each, at addresses that never change."""
 
     def __init__(self) -> None:
         self._lock = runtime.Lock()
@@ -90,7 +89,7 @@ class _Arena:
             return self._free.pop()
 
     def close_in_child(self) -> None:
-        """Begin anew in a forked child: what the parent has lent stays the parent's."""
+        """Start empty in a forked child: the parent's loans stay the parent's."""
         self._lock = runtime.Lock()
         self.fence = runtime.Lock()
         self._free = []
@@ -106,12 +105,9 @@ _arena = _Arena()
 
 
 def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
-    """Lend memory; None if it is in too many pieces.
+    """Return a loan, which keeps the memory alive, and its description; None for too many pieces.
 
     The caller sends the description, calls ``wait``, and then ``revoke``, also after an error.
-
-    Returns:
-        The loan, which keeps the memory alive, and its description.
     """
     views = [memoryview(buffer) for buffer in buffers]
     pieces = [(address_of(view), view.nbytes) for view in views if view.nbytes]
@@ -123,7 +119,11 @@ def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
 
 
 class Lent:
-    """Memory that a peer may read until it has said so, or until this end revokes."""
+    """Memory that a peer may read until it writes a receipt or this end revokes.
+
+    Attributes:
+        was_read: Whether the loan ended here after the peer had read it.
+    """
 
     __slots__ = ("_buffers", "_lock", "_nbytes", "_pair", "address", "number", "was_read")
 
@@ -144,13 +144,13 @@ class Lent:
 
     @property
     def is_over(self) -> bool:
-        """Whether the receipt has come, or the loan was ended here."""
+        """Whether the receipt has come or this end revoked."""
         return self.is_settled or self._buffers is None
 
     def revoke(self) -> bool:
-        """End the loan now; return whether it was read after all. Idempotent.
+        """End the loan now; return whether the peer had read it. Idempotent.
 
-        If not, the peer can tell from the guard, whenever it looks.
+        If not, the peer sees that in the guard, whenever it looks.
         """
         try:
             return self._end()
@@ -159,7 +159,6 @@ class Lent:
             raise
 
     def _end(self) -> bool:
-        """Decide whether it was read; may be interrupted and repeated."""
         with self._lock:
             if self._buffers is not None:
                 self._pair[0] = self.number | DECIDING
@@ -177,15 +176,12 @@ class Lent:
     def wait(
         self, deadline: Deadline, look_for_end: Callable[[], None], meanwhile: Meanwhile | None
     ) -> bool:
-        """Wait for the receipt; False if the deadline passes first, and then the loan stands.
+        """Wait for the receipt; False at the deadline, and then the loan stands.
 
-        Args:
-            deadline: How long.
-            look_for_end: Raises if the connection has ended.
-            meanwhile: What to read while waiting.
+        ``look_for_end`` raises if the connection has ended; the thread reads ``meanwhile``.
 
         Raises:
-            LoanRefusedError: The peer cannot read it.
+            LoanRefusedError: The peer cannot read the memory.
         """
         pair, number, now = self._pair, self.number, deadline.clock.now
         patience = _MEANWHILE_AFTER + self._nbytes / _SLOW_COPY

@@ -28,11 +28,10 @@ _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 
 def allocate(nbytes: int) -> bytearray:
-    """Return a bytearray whose content is whatever was there before.
+    """Return a bytearray with arbitrary content.
 
-    ``bytearray(n)`` writes zeros first: 43 ms for 64 MiB against 0.03 ms here, and the pages of
-    memory that is never written are never taken from the system, so a peer that announces much and
-    sends little costs little.
+    ``bytearray(n)`` writes zeros first: 43 ms for 64 MiB against 0.03 ms here. Pages that are never
+    written take no memory, so a peer that announces much and sends little costs little.
     """
     memory: bytearray = _new_bytearray(None, nbytes)
     if nbytes >= _HUGE_FROM:
@@ -50,7 +49,6 @@ _madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 
 
 def _want_huge_pages(memory: bytearray) -> None:
-    """Ask for them; a kernel without them says no, which changes nothing."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     first = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES
     _madvise(first, (start + len(memory) - first) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE)
@@ -77,12 +75,9 @@ WRITE = _system_call("process_vm_writev")
 
 
 def probe(stream: ByteStream) -> tuple[int, str]:
-    """Ask whether this process may read the memory of the one at the other end of a Unix socket.
+    """Return the process at the other end if this one may read its memory, or 0 and why not.
 
-    The process id is the kernel's word, not the peer's.
-
-    Returns:
-        The peer's process id, or 0 and why not.
+    The process id is the kernel's, not the peer's.
     """
     if stream.transport != "unix":
         return 0, "it is not connected by a Unix socket"

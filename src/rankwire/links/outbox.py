@@ -1,15 +1,15 @@
-"""The outbox: messages that are sent without waiting, and leave when the peer takes them.
+"""Queue messages that are sent without waiting, until the peer takes them.
 
-Who posts a message tries at once. What the peer does not take now waits here, in the memory of its
-owner, which does not change until it has left. It goes on whenever somebody sends to the same peer,
-waits for it, or the stream takes more (``on_rest``): no thread is made for that.
+A message that the peer does not take at once waits here, in the memory of its owner, which does not
+change until it has left. It leaves when any thread sends to the same peer or waits for it, or when
+the stream takes more (``on_rest``): there is no thread for that.
 
-Order: a message that waits leaves before any frame that is sent later. So whoever sends, sends
-first what waits. It lets go of the send lock now and then, so that the owner of a message whose
-time is up can take its memory back.
+Order: a queued message leaves before any frame that is sent later, so a sender first sends what is
+queued. It releases the send lock from time to time, so that an owner whose deadline has passed can
+take its memory back.
 
-A message stays in ``waiting`` until all of it has left. Its frame's number tells whether a part
-has: that is so once the writer has used the number, and nothing else can use it before.
+A message stays in ``waiting`` until all of it has left. A part of it has left once the writer has
+used the number of its frame.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ class Queued:
     """A message that waits to be sent.
 
     Attributes:
-        envelope: Under which it is received.
-        message: The payload.
-        number: That of its frame, from when it is tried.
-        is_withdrawn: Whether its owner has taken it back.
-        outbox: Where it waits.
+        number: The number of its frame, set before it is first tried.
     """
 
     __slots__ = ("envelope", "is_withdrawn", "message", "number", "outbox")
@@ -53,15 +49,9 @@ class Outbox(FrameWriter):
     """The outgoing direction of a connection, with messages that wait to leave."""
 
     def post(self, envelope: Envelope, message: Message, at_once: Deadline) -> Queued | None:
-        """Send one message without waiting.
+        """Send one message without waiting, with a deadline that is over.
 
-        Args:
-            envelope: Under which it is received.
-            message: The payload; it must not change until it has left.
-            at_once: A deadline that is over, of the connection's world.
-
-        Returns:
-            What to wait for; None if it has left, or is in memory of our own.
+        Returns what to wait for, while its buffers must not change; None if they are free.
 
         Raises:
             RankwireError: The connection has failed; the message is not sent.
@@ -100,11 +90,7 @@ class Outbox(FrameWriter):
         return number is not None and (number + 1 < sent or (number + 1 == sent and not held))
 
     def finish(self, queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None) -> bool:
-        """Send until all of a message has left; False if the deadline passes first.
-
-        Raises:
-            RankwireError: The connection has failed before that.
-        """
+        """Send until all of a message has left; False if the deadline passes first."""
         grip: list[bool] = []
         try:
             while not self.has_left(queued):
@@ -128,9 +114,9 @@ class Outbox(FrameWriter):
                 self._lock.release()
 
     def withdraw(self, queued: Queued) -> bool:
-        """Take a message back, and its memory; return whether nothing of it has left. Idempotent.
+        """Free the memory of a message; return whether nothing of it has left. Idempotent.
 
-        If a part of it has, the rest is copied, and follows.
+        If a part has left, the rest is copied, and follows.
         """
         queued.is_withdrawn = True
         if queued.number is None:  # and whoever is about to try it sees that it is withdrawn
@@ -153,10 +139,7 @@ class Outbox(FrameWriter):
         meanwhile: Meanwhile | None,
         last: Queued | None = None,
     ) -> bool:
-        """Send what waits, up to the last that is wanted; False if its turn was over first.
-
-        Then the lock is not taken any more.
-        """
+        """Send the queue up to ``last``; False, and the lock released, if its turn ended first."""
         turn = deadline.sooner(_TURN)
         try:
             while self.waiting and not (last is not None and self.has_left(last)):
@@ -171,7 +154,7 @@ class Outbox(FrameWriter):
             return False
 
     def _send_first(self, queued: Queued, turn: Deadline, meanwhile: Meanwhile | None) -> None:
-        """Send what is left of the message whose turn it is, unless it is withdrawn."""
+        """Send what is left of the first message, unless it is withdrawn."""
         sent = self._outgoing[0]
         if queued.number is None or queued.number >= sent:
             queued.number = sent

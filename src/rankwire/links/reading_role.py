@@ -1,7 +1,7 @@
-"""The reading role: one thread at a time reads the connection of an inbox.
+"""The reading role: one of the waiting threads at a time reads the connection of an inbox.
 
-It ends other threads' receives as their messages pass by, and leaves the role to one of those that
-still wait. The mutex of ``shared_mailbox`` guards the role, and is not held while reading.
+It completes other threads' receives as their messages come, and passes the role on when it leaves.
+The mutex of ``shared_mailbox`` guards the role, and is not held while reading.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class ReadingRole(DeliveryMailbox):
     _attended: deque[Envelope]
 
     def watch(self) -> list[ByteStream]:
-        """Return what a thread that waits for something else may read from this peer."""
+        """Return the stream, if a thread that waits for something else may read it."""
         connection = self.connection
         if connection is None or connection.failure is not None or self._reader is not None:
             return []
         return [] if self._arrived.full else [connection.stream]
 
     def read(self) -> bool:
-        """Read some of what is there, for a thread that waits for something else.
+        """Read some of what has come, for a thread that waits for something else.
 
-        Returns whether that was done.
+        Returns whether this thread could read.
         """
         if self.connection is None or self._arrived.full:
             return False
@@ -59,24 +59,21 @@ class ReadingRole(DeliveryMailbox):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can be read here any more, unless the peer connects again."""
+        """Whether nothing more can come here, unless the peer connects again."""
         return self.connection is None or self._mailbox.failure is not None
 
     def read_available(self) -> None:
-        """Read what is there without waiting, unless another thread reads already."""
+        """Read what has come without waiting, unless another thread reads."""
         self.read_quietly()
         if self.due:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Read what is there without waiting; those to be called back are left in ``due``."""
+        """Do as ``read_available``, but leave the callbacks in ``due``."""
         self._read_alone(self._read_ready)
 
     def _ended(self, error: RankwireError) -> None:
-        """The connection has ended: so do all receives, unless it was never used.
-
-        A peer that gave up dialling at the last moment leaves such a connection; it dials again.
-        """
+        """End all receives, unless the peer gave up dialling: then it dials again."""
         with self._mutex:
             connection = self.connection
             if connection is not None and connection.was_given_up:
@@ -88,7 +85,7 @@ class ReadingRole(DeliveryMailbox):
         self._end_all(error)
 
     def drop_given_up(self) -> None:
-        """Let go of a connection that the peer dialled and gave up, if nobody reads it."""
+        """Close a connection that the peer dialled and gave up, if no thread reads it."""
         with self._mutex:
             if self.connection is not None and self._reader is None:
                 if self.connection.was_given_up:
@@ -96,9 +93,9 @@ class ReadingRole(DeliveryMailbox):
                     self.connection = None
 
     def attend_to(self, receive: Receive) -> None:
-        """Have ``on_unread`` called by whoever leaves the reading role, until a receive is done.
+        """Have the reader call ``on_unread`` when it leaves, until a receive is done.
 
-        Before the look whether anybody reads: a reader leaves first, and looks for this second.
+        Call it before checking for a reader: a reader leaves first, and looks for this second.
         """
         with self._mutex:
             self._attended.append(receive.envelope)
@@ -106,7 +103,6 @@ class ReadingRole(DeliveryMailbox):
                 self._attended = deque(e for e in self._attended if e in self.wanted_by)
 
     def _say_unread(self) -> None:
-        """Say that nobody reads any more, if a receive that is attended to is not done."""
         with self._mutex:
             attended = self._attended
             while attended and attended[0] not in self.wanted_by:
@@ -124,7 +120,7 @@ class ReadingRole(DeliveryMailbox):
             return True
 
     def _pass_role(self, token: object) -> None:
-        """Leave the reading role to one of those that still wait. Mutex held."""
+        """Leave the role to one of the waiting threads. Mutex held."""
         if self._reader is token:
             self._reader = None
         if self._asleep:
@@ -137,11 +133,9 @@ class ReadingRole(DeliveryMailbox):
         token: object,
         beside: Sequence[ByteStream] | None,
     ) -> bool:
-        """Read, with the role, until one's own is done or somebody has to be called back.
+        """Read, with the role, until the receive is done or a callback is due.
 
-        Returns:
-            Whether it ended before, because nothing has come for a while, or one of the streams
-            ``beside`` can be read.
+        Returns whether it ended before, after a silence or for one of the streams ``beside``.
         """
         connection, arrived = self.connection, self._arrived
         assert connection is not None
@@ -186,7 +180,7 @@ class ReadingRole(DeliveryMailbox):
             self._say_unread()
 
     def _read_alone(self, read: Callable[[Connection], None]) -> bool:
-        """Take the role and read, if nobody reads; return whether that was so."""
+        """Take the role and read; False if another thread reads."""
         token = object()
         try:
             if not self._take_role(token):

@@ -1,8 +1,7 @@
-"""A message that is expected: what its receiver holds until it has come and has been read.
+"""Expect a message: what its receiver holds until it has come and has been read.
 
-A large message may still be in the sender's memory when it has come. ``ReceiveHandle.take`` has it
-read, straight to where the receiver wants it, and releases the sender. The layers above do not know
-how a message travels.
+A large message may still be in the sender's memory when it has come. ``ReceiveHandle.take`` reads
+it straight to its destination, and releases the sender.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 def drop(payload: Payload) -> None:
-    """Release the sender of a message that was not read, so that it does not wait."""
+    """Release the sender of a message that was not read."""
     if not isinstance(payload, bytearray):
         with suppress(MessageWithdrawnError):
             payload.release()
@@ -61,14 +60,12 @@ class ReceiveHandle(ABC):
     def take(self, deadline: Deadline, read: Callable[[Payload], T]) -> T:
         """Wait for the message and return ``read(message)``. Safe to repeat after an interrupt.
 
-        Args:
-            deadline: For the message to come.
-            read: Makes the result of the message; may be called again until it has been released.
+        ``read`` may be called again until the sender has been released.
 
         Raises:
             DeadlineExceededError: It has not come, and is still expected.
             MessageWithdrawnError: The sender withdrew it before it was read; expect the next one.
-            RankwireError: It will not come; nothing arrives in its place any more.
+            RankwireError: It will not come; nothing is written to its place any more.
         """
         try:
             payload = self._wait(deadline)

@@ -1,8 +1,4 @@
-"""A reply that is on its way: what its caller can do about it.
-
-It is a receive (``wire.mailbox``) that knows the inbox where it was posted, so that whoever has the
-reply needs nothing else to wait for it or to give it up.
-"""
+"""A pending reply: a receive that knows the inbox where it was posted."""
 
 from __future__ import annotations
 
@@ -25,12 +21,9 @@ class Reply(Receive):
     """The pending reply of one call. Every method is safe from any thread.
 
     Args:
-        envelope: What it comes under.
         on_done: Called once it is done, in any thread, without locks held.
-        inbox: Where it is posted.
 
     Attributes:
-        request_id: The call's number.
         translate: Puts an error into the terms of a group of ranks, if the call is one's.
     """
 
@@ -52,10 +45,10 @@ class Reply(Receive):
         self.translate: Callable[[RankwireError], None] | None = None
 
     def wait(self, deadline: Deadline) -> bytearray:
-        """Return it, reading for others on the way.
+        """Return the reply, reading for other threads meanwhile.
 
         Raises:
-            DeadlineExceededError: It did not come in time; the reply is taken back.
+            DeadlineExceededError: It did not come in time; the reply is withdrawn.
             RankwireError: The callee is gone, or the call was aborted.
         """
         try:
@@ -67,7 +60,7 @@ class Reply(Receive):
             raise
 
     def drive(self, deadline: Deadline) -> bool:
-        """Wait until it is done; False if the deadline passes first, and then it may still come."""
+        """Wait until it is done; False at the deadline, and then it may still come."""
         if self.done:
             self._inbox.call_back_due()  # whoever has read it may have been interrupted before
             return True
@@ -75,12 +68,9 @@ class Reply(Receive):
         return self._inbox.drive(self, deadline)
 
     def withdraw(self) -> bool:
-        """Give it up; False if it has come already."""
+        """Cancel the reply; False if it has come already."""
         return self._inbox.withdraw(self)
 
     def abort(self, error: RankwireError) -> bool:
-        """End it with an error at this end, as if that were the reply; False if it has come.
-
-        Whoever waits for it gets the error within 0.1 s.
-        """
+        """Fail the reply at this end, within 0.1 s for a waiting thread; False if it has come."""
         return self._inbox.abort(self, error)

@@ -1,8 +1,7 @@
-"""A message that is being sent: what its sender holds until the buffers are free again.
+"""Send a message, and hold it until its buffers are free again.
 
-``offer`` and ``post`` send a message. If the buffers are still in use on return, because the peer
-reads them out of this process's memory or because the message waits to leave, they return a
-``SendHandle``. The layers above do not know which of the two it is.
+``offer`` and ``post`` return a ``SendHandle`` if the buffers are still in use: because the peer
+reads them out of this process's memory, or because the message waits to leave.
 """
 
 from __future__ import annotations
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
 
 class SendHandle:
     """A sent message whose buffers are still in use.
-
-    Args:
-        connection: The connection it is sent on.
-        posted: The state of the message.
-        envelope: The envelope it is received under.
-        message: Its payload.
-        meanwhile: What to read while waiting.
 
     Attributes:
         explain: Returns the error to raise instead of one from below; a group sets it, to name its
@@ -61,11 +53,7 @@ class SendHandle:
         self.explain: Callable[[RankwireError], RankwireError] | None = None
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait until the buffers are free; False if the deadline passes first.
-
-        Raises:
-            RankwireError: The connection has failed.
-        """
+        """Wait until the buffers are free; False if the deadline passes first."""
         posted = self._posted
         connection = self._connection
         try:
@@ -143,16 +131,8 @@ def offer(
 ) -> SendHandle | None:
     """Send one message, but do not wait for a peer that reads it out of this process's memory.
 
-    Args:
-        connection: The connection to send on.
-        envelope: The envelope it is received under.
-        message: The payload.
-        deadline: For handing it over.
-        meanwhile: What to read while the peer does not take it.
-        while_sending: Used here in place of ``meanwhile``, which the handle uses.
-
-    Returns:
-        None if the buffers are free.
+    The thread reads ``while_sending`` or ``meanwhile`` while it sends; the handle reads
+    ``meanwhile``. Returns None if the buffers are free.
     """
     reading = while_sending or meanwhile
     if message[1] >= connection.lend_from and connection.can_lend:
@@ -180,7 +160,7 @@ def post(
     message: Message,
     meanwhile: Meanwhile | None = None,
 ) -> SendHandle | None:
-    """Send one message without waiting; the arguments and the result are those of ``offer``.
+    """Send one message without waiting. Returns None if the buffers are free.
 
     The connection keeps the buffers until the message has left, even if the handle is dropped.
     """

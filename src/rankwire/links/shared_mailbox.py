@@ -1,15 +1,15 @@
-"""A mailbox for many threads: who waits sleeps, and is woken when its receive has ended.
+"""A mailbox for many threads: a thread that waits sleeps, and is woken when its receive is done.
 
-It knows no connection: an ``inbox`` has all of this and reads one. Of the *reading role* it only
-knows who has it, because whoever leaves has to wake somebody who may have to take it.
+It knows no connection: an ``inbox`` reads one. Of the *reading role* it knows only the holder,
+because a thread that leaves must wake one that may have to take the role.
 
-Locks: one *mutex* guards the mailbox, the role and the list of parked threads; it is never held
-while sleeping or calling back.
+Locks: one *mutex* guards the mailbox, the role and the parked threads; it is never held while
+sleeping or calling back.
 
-A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages are safe by
-themselves: they are in the connection, in the mailbox or with their receive, and move in one step
-(``wire.mailbox``). Roles, lists and sleepers are put in order by the thread on its way out
-(``_recover``), twice: a second interrupt may fall into the first time.
+A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages are safe: they are in
+the connection, in the mailbox or with their receive, and move in one step (``wire.mailbox``). The
+thread restores roles, lists and sleepers on its way out (``_recover``), twice: a second interrupt
+may come during the first time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rankwire.wire.receive import Receive
 
 
 class ParkedThreads:
-    """Who sleeps, by what it waits for.
+    """The threads that sleep, by the receive they wait for.
 
     Attributes:
-        asleep: The locks on which threads sleep, by receive. To be looked at, not changed.
+        asleep: The locks on which threads sleep, by receive. Read only.
     """
 
     def __init__(self) -> None:
         self.asleep: dict[Receive, Sleepers] = {}
 
     def park(self, receive: Receive) -> runtime.Lock:
-        """Return what to sleep on; it is free already if there is nothing to wait for."""
+        """Return a lock to sleep on; it is free already if there is nothing to wait for."""
         lock = runtime.Lock()
         if not receive.done and receive.posted:
             lock.acquire()
@@ -49,12 +49,12 @@ class ParkedThreads:
         return lock
 
     def hang(self, receive: Receive, bell: Sleeper) -> None:
-        """Have a bell rung as if a thread slept here, if there is something to wait for."""
+        """Park a waiter as if a thread slept here, if there is something to wait for."""
         if not receive.done and receive.posted:
             self.asleep.setdefault(receive, []).append(bell)
 
     def leave(self, receive: Receive, lock: Sleeper) -> None:
-        """Forget a thread that goes on without having been woken."""
+        """Remove a thread that continues without having been woken."""
         locks = self.asleep.get(receive)
         if locks is not None and lock in locks:
             locks.remove(lock)
@@ -62,9 +62,9 @@ class ParkedThreads:
                 del self.asleep[receive]
 
     def wake(self, receive: Receive) -> bool:
-        """Wake all who wait for a receive; return whether there was anyone.
+        """Wake all threads that wait for a receive; return whether there were any.
 
-        There is none if a thread was interrupted after it had woken them.
+        There are none if a thread was interrupted after it had woken them.
         """
         locks = self.asleep.get(receive, [])
         woken = bool(locks)
@@ -73,29 +73,24 @@ class ParkedThreads:
         return woken
 
     def wake_one(self) -> None:
-        """Wake those of one receive: they find it not done, and one of them reads."""
+        """Wake the threads of one receive: they find it not done, and one of them reads."""
         while self.asleep:
             if self.wake(next(iter(self.asleep))):
                 return
 
     def wake_all(self) -> None:
-        """Wake everyone."""
+        """Wake all threads."""
         for receive in list(self.asleep):
             self.wake(receive)
 
 
 class SharedMailbox:
-    """What is wanted of one peer. Every method is safe from any thread.
-
-    Args:
-        peer: The rank whose messages these are, for errors.
-        mailbox: Where they are matched.
-        clock: By which its threads wait.
+    """The receives from one peer. Every method is safe from any thread.
 
     Attributes:
-        due: Receives that are done, and to be called back.
+        due: Receives that are done and have to be called back.
         was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``:
-            what it has read may lie in the connection, where no poller sees it, or in ``due``.
+            what it has read may be in the connection, where no poller sees it, or in ``due``.
     """
 
     def __init__(self, peer: int, mailbox: Mailbox, clock: Clock) -> None:
@@ -115,7 +110,7 @@ class SharedMailbox:
         guard(self)
 
     def post(self, receive: Receive) -> None:
-        """Ask for a message; it may be done on return."""
+        """Post a receive; it may be done on return."""
         with self._mutex:
             self._mailbox.post(receive)
             # Taking a message may have made room for reading on, for which parked threads wait.
@@ -123,7 +118,7 @@ class SharedMailbox:
                 self._parked.wake_one()
 
     def expect(self, reply: Receive) -> None:
-        """Ask for a message that cannot have come yet: the reply of a call that is being made."""
+        """Post the receive of a reply that cannot have come yet."""
         with self._mutex:
             if self._mailbox.failure is None:
                 reply.posted = True
@@ -132,7 +127,7 @@ class SharedMailbox:
         self.post(reply)
 
     def put(self, envelope: Envelope, payload: Payload) -> None:
-        """Deliver a message that came over no connection: this rank's own."""
+        """Deliver a message of this rank to itself."""
         with self._mutex:
             receive = self._mailbox.deliver(envelope, payload)
             if receive is not None:
@@ -140,7 +135,7 @@ class SharedMailbox:
         self.call_back_due()
 
     def withdraw(self, receive: Receive) -> bool:
-        """Take back a receive; False if it is done already. Whoever waits for it stops waiting."""
+        """Cancel a receive and wake its threads; False if it is done already."""
         with self._mutex:
             try:
                 withdrawn = self._mailbox.withdraw(receive)
@@ -151,9 +146,9 @@ class SharedMailbox:
         return withdrawn
 
     def abort(self, receive: Receive, error: RankwireError) -> bool:
-        """End a receive with an error; False if it is done already.
+        """Fail a receive; False if it is done already.
 
-        A thread that waits for it and has the reading role notices when it looks up.
+        A thread that waits for it and has the reading role notices within 0.1 s.
         """
         with self._mutex:
             try:
@@ -170,12 +165,12 @@ class SharedMailbox:
         return True
 
     def park(self, receive: Receive, bell: Sleeper) -> None:
-        """Have a bell rung when a receive is done, or somebody has to read here."""
+        """Release a waiter when a receive is done, or a thread has to read here."""
         with self._mutex:
             self._parked.hang(receive, bell)
 
     def leave(self, receive: Receive, bell: Sleeper) -> None:
-        """Forget a bell; another thread may have to read now."""
+        """Remove a waiter; another thread may have to read now."""
         with self._mutex:
             self._parked.leave(receive, bell)
             self._wake_next()
@@ -195,7 +190,7 @@ class SharedMailbox:
             return [tag for _, _, tag in self.wanted()]
 
     def call_back_due(self) -> None:
-        """Call back those that are due; each once, whoever comes first."""
+        """Call back the receives that are due, each once."""
         while self.due:
             hand: list[Receive] = []
             try:
@@ -218,7 +213,7 @@ class SharedMailbox:
                 raise
 
     def fail(self, cause: RankwireError) -> None:
-        """End all receives, now and later; what has arrived can still be taken."""
+        """Fail all receives, now and later; messages that have arrived can still be taken."""
         self._end_all(cause)
         self.call_back_due()
 
@@ -228,7 +223,7 @@ class SharedMailbox:
                 self._parked.wake(receive)
 
     def abandon(self, group: int, cause: RankwireError) -> None:
-        """End the receives of one group, because this rank has left it."""
+        """Fail the receives of a group that this rank has left."""
         with self._mutex:
             for receive in self._mailbox.fail_group(group, cause):
                 self._parked.wake(receive)
@@ -236,13 +231,13 @@ class SharedMailbox:
         self.call_back_due()
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the messages of a family of tags, now and later: nobody will ask for them."""
+        """Drop the messages of a family of tags, now and later."""
         with self._mutex:
             self._arrived.refuse(envelope)
             self._wake_next()  # there is room again
 
     def close_in_child(self) -> None:
-        """End all receives in a forked child: a callback may have forked, and goes on in here."""
+        """Fail all receives in a forked child: a callback that forked continues in here."""
         self._mutex = runtime.Lock()
         self._mailbox.fail(ForkedProcessError("this inbox"))
 
@@ -252,7 +247,7 @@ class SharedMailbox:
         return len(self.wanted_by)
 
     def wanted(self) -> list[Envelope]:
-        """Return what is waited for."""
+        """Return the envelopes of the pending receives."""
         placing = self._mailbox.placing
         return list(self.wanted_by) if placing is None else [*self.wanted_by, placing.envelope]
 
@@ -264,9 +259,9 @@ class SharedMailbox:
     # -- threads that wait, or leave by an exception -----------------------------------------------
 
     def _recover(self, token: object | None) -> None:
-        """Put in order what a thread that was interrupted in here has left. Safe to repeat.
+        """Restore the state after an interrupt in this thread. Safe to repeat.
 
-        Whoever sleeps wakes up: its message may have been delivered without a word.
+        Wakes all threads: their messages may have been delivered without a wake-up.
         """
         self.was_interrupted = True
         with self._mutex:
@@ -276,7 +271,6 @@ class SharedMailbox:
             self._parked.wake_all()
 
     def _sleep(self, receive: Receive, lock: runtime.Lock, deadline: Deadline) -> bool:
-        """Sleep until another thread wakes this one; False if the deadline passes first."""
         woken = False
         try:
             woken = self._clock.acquire(lock, True, deadline.sleep_limit())
@@ -288,14 +282,14 @@ class SharedMailbox:
         return woken
 
     def _wake_next(self) -> None:
-        """Have one of those who wait look whether it has to read now. Mutex held."""
+        """Wake a thread that may have to read now. Mutex held."""
         if self._asleep and self._reader is None:
             self._parked.wake_one()
 
     def give_up(self, receive: Receive) -> None:
-        """Let a waiting thread leave by an exception. Safe to repeat.
+        """Cancel the receive of a thread that leaves by an exception. Safe to repeat.
 
-        Nothing may wait for it, no wake-up may be lost with it, and its message is for others.
+        No wake-up is lost with it, and its message is left to other receives.
         """
         receive.posted = False
         self._recover(receive)
@@ -313,12 +307,11 @@ class SharedMailbox:
         self.call_back_due()
 
     def _wake_misfits(self) -> None:
-        """Wake those whom a message of another size has ended. Mutex held."""
+        """Wake the threads whose receive a message of another size has failed. Mutex held."""
         while self._mailbox.misfits:
             self._parked.wake(self._mailbox.misfits.pop())
 
 
 def _call_back(receive: Receive) -> None:
-    """Tell who asked to be told that a receive is done. Without any lock held."""
     if receive.on_done is not None:
         receive.on_done(receive)

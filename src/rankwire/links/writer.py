@@ -1,15 +1,14 @@
-"""Writing frames to a stream: whole ones, by any thread, in the order of their numbers.
+"""Write whole frames to a stream, from any thread, in the order of their numbers.
 
 A *send lock* keeps frames whole. Header and payload leave in one system call, straight from the
 caller's buffers. Once a part of a frame has left, the rest must follow: at a deadline or an
 interrupt it is copied and leaves later, before anything else.
 
-A signal may end a writer between any two bytecodes. So what is being written is noted before the
-first byte of it leaves (``_Journal``), how much has left is noted by the same call of a C function
-that sends it, and what follows from both is one assignment (``_outgoing``). Whoever writes next
-puts in order what it finds.
+A signal may end a writer between any two bytecodes. So a write is noted before its first byte
+leaves (``_Journal``), the C function that sends also notes how much has left, and one assignment
+(``_outgoing``) replaces both. The next writer completes what it finds.
 
-It knows neither what frames mean nor why a connection ends: its owner sets ``failure``.
+The owner sets ``failure``: a writer does not know why a connection ends.
 """
 
 from __future__ import annotations
@@ -72,17 +71,13 @@ class FrameWriter:
     """The outgoing direction of one connection. Every method is safe from any thread.
 
     Args:
-        stream: Where frames go.
-        peer: The rank at the other end, for errors.
-        seal: What frames are sealed with; None if they are not.
-        on_rest: Called when the peer took only a part of a frame in time; sees to it that the rest
-            is flushed once it takes more. Any thread, with the send lock held.
-        fail: Gives the connection up for a cause, and returns what to raise.
-        explain: Says what an error of the stream stands for.
+        on_rest: As for ``Connection``.
+        fail: Fails the connection with a cause, and returns the error to raise.
+        explain: Returns the cause behind an error of the stream.
 
     Attributes:
-        failure: Why nothing can be sent any more, if that is so. Set by the owner.
-        ring: The lane beside the stream, if there is one. Set by the owner.
+        failure: Why nothing can be sent any more. Set by the owner.
+        ring: The ring beside the stream, if there is one. Set by the owner.
         waiting: Messages that leave before the next frame; see ``outbox``.
     """
 
@@ -113,7 +108,7 @@ class FrameWriter:
 
     @property
     def is_holding(self) -> bool:
-        """Whether frames wait here to be flushed, or have to be put in order."""
+        """Whether frames wait here to be flushed, or an interrupted write is to be completed."""
         return bool(self._outgoing[1] or self.waiting) or self._journal is not None
 
     @property
@@ -136,20 +131,9 @@ class FrameWriter:
         meanwhile: Meanwhile | None = None,
         last: RankwireError | None = None,
     ) -> None:
-        """Send one frame; the buffers are free again on return.
+        """Send one frame, as ``Connection.send`` does, but never lend it.
 
-        Args:
-            envelope: Under which it is received.
-            message: The payload.
-            deadline: For all of it, also for other threads' frames before it.
-            hold: Whether a small frame may stay here until the next one leaves, or ``flush``.
-            meanwhile: What to read when the peer does not take more for now.
-            last: If given, why nothing can be sent after this frame.
-
-        Raises:
-            DeadlineExceededError: It was not taken in time. If ``may_have_arrived``, a part of it
-                was, and the rest follows in the background; else it never arrives.
-            RankwireError: The connection has failed.
+        After this frame nothing can be sent if ``last`` gives the reason.
         """
         grip: list[bool] = []
         ring, is_put = self.ring, False
@@ -203,7 +187,7 @@ class FrameWriter:
             self._wake_reader(deadline.clock)
 
     def _wake_reader(self, clock: Clock) -> None:
-        """Tell a reader that has stopped looking at the ring that there may be something in it."""
+        """Wake a reader that has stopped polling the ring."""
         try:
             self.send(*BELL, Deadline(_BELL_PATIENCE, clock))
         except RankwireError as error:  # it has more to read than it takes, or reads no more
@@ -234,7 +218,7 @@ class FrameWriter:
                 self._lock.release()
 
     def close_in_child(self, failure: RankwireError) -> None:
-        """Let go of the lock in a child of a fork: the thread that has it is not there."""
+        """Replace the lock in a forked child: the thread that holds it does not exist there."""
         self.failure = failure
         self._lock = runtime.Lock()
 
@@ -244,17 +228,17 @@ class FrameWriter:
         return DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
 
     def _begin(self, grip: list[bool], deadline: Deadline, meanwhile: Meanwhile | None) -> None:
-        """Take the send lock if it is not taken; then it is the next frame's turn."""
+        """Take the send lock if this thread does not have it, and send what is queued."""
         self._take_lock(grip, deadline)
         while self.waiting and not self._sends_waiting(grip, deadline, meanwhile):
             self._take_lock(grip, deadline)
 
     def _sends_waiting(self, _: list[bool], _deadline: Deadline, _by: Meanwhile | None) -> bool:
-        """Send the messages that wait; False if the lock was let go of before. Here: none do."""
+        """Send the queue of an ``Outbox``; False if the lock was released first."""
         return True
 
     def _take_lock(self, grip: list[bool], deadline: Deadline) -> None:
-        """Take the send lock if it is not taken; then the stream is at a known place."""
+        """Take the send lock if this thread does not have it, and complete an interrupted write."""
         if self._reading == runtime.get_ident():
             detail = "this thread is sending to it"
             raise DeadlineExceededError(deadline.limit, waiting_for=[self._peer], detail=detail)
@@ -275,16 +259,10 @@ class FrameWriter:
         is_owned: bool,
         coming: SealInProgress | None = None,
     ) -> None:
-        """Write what was held back and then a frame: all of the frame, or nothing of it.
+        """Write what was held back and then a frame, if any: all of the frame, or nothing of it.
 
-        If the peer does not take all of it in time, the rest is kept.
-
-        Args:
-            frame: The frame in pieces; none to write only what was held back.
-            deadline: For all of it.
-            meanwhile: What to read when the peer does not take more for now.
-            is_owned: Whether the frame is in memory of our own.
-            coming: Its last piece, if that is to be made while the others leave.
+        If the peer does not take all of it in time, the rest is kept. ``is_owned``: the frame is in
+        memory of our own. ``coming``: its last piece, made while the others leave.
 
         Raises:
             DeadlineExceededError: Nothing of the frame has left, or there was none.
@@ -298,7 +276,6 @@ class FrameWriter:
         self._finish(deadline, meanwhile)
 
     def _finish(self, deadline: Deadline, meanwhile: Meanwhile | None) -> None:
-        """Write what the journal says is still to leave."""
         assert self._journal is not None
         (sequence, _), pieces, is_new, is_owned, counts, coming = self._journal
         try:
@@ -344,8 +321,8 @@ class FrameWriter:
     def _put_in_order(self, is_sender_there: bool) -> None:
         """Keep the rest of a write that ended early. Safe to repeat.
 
-        If the sender is not there any more, because it was interrupted again and again, the memory
-        of its frame may have changed.
+        If the sender was interrupted repeatedly and has left, the memory of its frame may have
+        changed.
         """
         if self._journal is None:
             return

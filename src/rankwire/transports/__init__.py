@@ -1,7 +1,7 @@
 """Bytes between two processes: sockets, TLS, memory, shared memory, and how threads wait for them.
 
-A transport may import ``wire`` and the modules without a folder. It knows no frames' meaning, no
-ranks and no connections: bytes go in and come out, and a wait has a deadline.
+A transport may import ``wire`` and the modules without a folder. It knows no frames, ranks or
+connections.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ TRANSPORTS = {
 def dial(address: str, deadline: Deadline, check: Callable[[], None] = lambda: None) -> ByteStream:
     """Connect once to an address such as ``tcp://10.0.0.1:29500`` or ``unix:///tmp/socket``.
 
-    Args:
-        address: Where to.
-        deadline: For the answer.
-        check: Called repeatedly while waiting; an exception from it ends the wait.
+    Calls ``check`` repeatedly while waiting; an exception from it ends the wait.
 
     Raises:
         NoConnectionError: No process listens there.
@@ -70,11 +67,7 @@ def dial(address: str, deadline: Deadline, check: Callable[[], None] = lambda: N
 
 
 def listen(address: str) -> Listener:
-    """Listen at an address of the same form.
-
-    Raises:
-        ConfigurationError: That is not possible.
-    """
+    """Listen at an address of the same form; raises ``ConfigurationError`` if that fails."""
     scheme, where = _find(address)
     return scheme.listen(where)
 

@@ -1,7 +1,7 @@
 """Byte streams: what a connection needs of a transport, and what a listener gives it.
 
-A new transport is one file with a subclass of ``ByteStream``, one of ``Listener``, and a row in the
-table of ``rankwire.transports``. It knows neither frames nor ranks. CONTRIBUTING says more.
+A new transport is one file with a subclass of ``ByteStream``, a ``Listener``, and a row in the
+table of ``rankwire.transports``. CONTRIBUTING says more.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class ByteStream:
     Attributes:
         transport: The scheme, for errors and statistics.
         exposure: Decides whether frames are sealed, and whether TLS is used.
-        binding: What the handshake is bound to: a hash of the listener's certificate, if any.
+        binding: A hash of the listener's certificate, if any, to which the handshake is bound.
         buffer_nbytes: How much is best read at once.
         has_pending: Whether ``read`` has more at once, which no poller sees.
         hides_input: Whether input may come that the descriptor does not show; then a thread calls
             ``before_sleep`` before it waits for the descriptor.
         look: How to poll it, for ``Spin.finds``.
         recv_into: A C function that reads and returns the number of bytes, if there is one. A
-            connection then calls it in place of ``read``, and notes the number in the same step:
+            connection calls it instead of ``read``, and notes the number in the same step:
             ``counts.extend(map(stream.recv_into, (view,)))``. ``read`` and ``write`` in Python
             take 0.3 to 0.4 us more a transfer (60 bytes, Unix socket, loaded machine).
         send: The same for ``write``.
@@ -78,25 +78,21 @@ class ByteStream:
     def read(self, buffer: memoryview, counts: list[int]) -> None:
         """Fill the beginning of a buffer and append how much; 0 at the end of the stream.
 
-        Raises:
-            BlockingIOError: There is nothing to read now.
-            OSError: The stream has failed.
+        Raises ``BlockingIOError`` if there is nothing to read now, ``OSError`` if it has failed.
         """
         raise NotImplementedError
 
     def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
         """Take the beginning of several pieces and append how much.
 
-        Raises:
-            BlockingIOError: Nothing can be written now.
-            OSError: The stream has failed.
+        Raises ``BlockingIOError`` if nothing can be written now, ``OSError`` if it has failed.
         """
         raise NotImplementedError
 
     def wait(
         self, seconds: float, beside: Sequence[ByteStream] = (), *, to_write: bool = False
     ) -> bool:
-        """Sleep until there is something to read, the end included, or something can be written.
+        """Sleep until there is input, the end included, or something can be written.
 
         Returns False after so many seconds, or as soon as a stream ``beside`` it can be read.
         """
@@ -109,14 +105,11 @@ class ByteStream:
         return wait_for(self, event, seconds, numbers) != 0
 
     def before_sleep(self) -> bool:
-        """Have all later input show at the descriptor; return whether there is hidden input now."""
+        """Make all later input show at the descriptor; return whether there is hidden input now."""
         return False
 
     def peek(self, nbytes: int) -> bytes:
-        """Return the beginning of what is there to read, and leave it; empty at the end.
-
-        Raises as ``read`` does.
-        """
+        """Return the beginning of the input, and leave it; empty at the end. Raises as ``read``."""
         raise NotImplementedError
 
     def fileno(self) -> int:
@@ -124,7 +117,7 @@ class ByteStream:
         return -1
 
     def shut_down(self) -> None:
-        """End both directions: threads that wait wake up. Idempotent; safe from any thread."""
+        """End both directions and wake waiting threads. Idempotent; safe from any thread."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -138,7 +131,7 @@ class ByteStream:
         return 0
 
     def unacknowledged(self) -> tuple[int, int] | None:
-        """Return how many segments are under way, and the age of the last answer in ms.
+        """Return the segments under way, and the age of the last acknowledgement in ms.
 
         None if that is not known, or the stream is closed.
         """
@@ -175,15 +168,15 @@ class ByteStream:
 def look_at(descriptor: int) -> Look:
     """Return how to ask a descriptor whether it has bytes to read.
 
-    A read that fails costs an exception, 0.9 us more, and the byte that comes meanwhile is noticed
-    that much later. The end of the stream is not seen this way.
+    A read that fails costs an exception, 0.9 us more, and a byte that comes meanwhile is noticed
+    that much later. This does not see the end of the stream.
     """
     ask = partial(runtime.ioctl, descriptor, FIONREAD, NOTHING_TO_READ)
     return ask, NOTHING_TO_READ, bool, None, None
 
 
 class Listener(Protocol):
-    """Where other processes connect to."""
+    """A place where other processes connect."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a connection waits to be accepted."""
@@ -192,7 +185,7 @@ class Listener(Protocol):
         """Return the next connection.
 
         Raises:
-            BlockingIOError: There is none now.
+            BlockingIOError: No connection is waiting.
             ConnectionError: The one that waited is gone, or must not connect.
             OSError: No connection can be accepted now.
         """
@@ -222,7 +215,7 @@ def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequenc
 
 
 def join_first(pieces: Sequence[Buffer], nbytes: int) -> bytes | memoryview:
-    """Return the beginning of a message in one piece, not copied if it is in one."""
+    """Return the first ``nbytes`` in one piece; copies only if they are in several."""
     views: list[memoryview] = []
     for piece in pieces:
         view = memoryview(piece)

@@ -21,12 +21,7 @@ from rankwire.wire.frames import Buffer
 
 
 class MemoryStream(ByteStream):
-    """One end of two pipes.
-
-    Attributes:
-        incoming: What the other end writes.
-        outgoing: What it reads.
-    """
+    """One end of two pipes."""
 
     __slots__ = ("_clock", "incoming", "outgoing")
 
@@ -83,12 +78,12 @@ class MemoryStream(ByteStream):
 
     @override
     def shut_down(self) -> None:
-        """End both directions: what was written arrives, what is visible here can be read."""
+        """End both directions: written bytes arrive, visible bytes can be read."""
         self.outgoing.end()
         self.incoming.cut()
 
     def abort(self) -> None:
-        """End both directions as if a cable were cut: what is not visible by now is lost."""
+        """Simulate a cut cable: bytes that are not visible by now are lost."""
         self.outgoing.cut()
         self.incoming.cut()
 
@@ -103,12 +98,8 @@ def memory_pair(
 ) -> tuple[MemoryStream, MemoryStream]:
     """Return two ends that are connected.
 
-    Args:
-        limit: Bytes of one direction above which a writer waits; a message may be larger if there
-            is no other.
-        clock: By which waits end.
-        there: What messages from the first end to the second one meet.
-        back: The same for those from the second one.
+    A writer waits while one direction has more than ``limit`` bytes; a single message may be
+    larger. ``there`` delays the messages of the first end, ``back`` those of the second.
     """
     one, other = Pipe(limit, there), Pipe(limit, back)
     return MemoryStream(other, one, clock), MemoryStream(one, other, clock)
@@ -119,11 +110,7 @@ def _is_any_readable(pipes: Sequence[Pipe]) -> bool:
 
 
 class MemoryWaiter:
-    """A thread that waits for streams in memory, see ``poller.Waiter``.
-
-    Args:
-        clock: By which the thread sleeps.
-    """
+    """A thread that waits for streams in memory, see ``poller.Waiter``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -131,12 +118,12 @@ class MemoryWaiter:
         self._lock.acquire()
 
     def release(self) -> None:
-        """Have the thread wake up."""
+        """Wake the thread."""
         with suppress(RuntimeError):  # it was rung already
             self._lock.release()
 
     def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
-        """Sleep until something can be read, the bell was rung, or the time has passed."""
+        """Sleep until there is input, ``release`` was called, or the time has passed."""
         pipes = [stream.incoming for stream in streams if isinstance(stream, MemoryStream)]
         try:
             for pipe in pipes:
@@ -149,13 +136,11 @@ class MemoryWaiter:
                     pipe.readers.remove(self)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there are no resources."""
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """One stream of a poller."""
-
     pipe: Pipe  # what comes on it
     key: object
     is_once: bool
@@ -164,9 +149,9 @@ class _Watch:
 
 
 class MemoryPoller:
-    """What one thread waits with for several streams in memory.
+    """Waits for several streams in memory, see ``poller.Poller``.
 
-    Streams on which something may have come stand in a queue, in turn; who polls looks at them.
+    Streams that may have input are in a queue; ``poll`` looks at them in turn.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -183,7 +168,7 @@ class MemoryPoller:
         self._watch(stream, key, is_once=False)
 
     def arm(self, stream: ByteStream, key: object) -> None:
-        """Have ``poll`` return the key once; to be armed again after that."""
+        """Make ``poll`` return the key once."""
         watch = self._watches.get(stream)
         if watch is None:
             self._watch(stream, key, is_once=True)
@@ -198,14 +183,13 @@ class MemoryPoller:
         self._look_at(watch)
 
     def unregister(self, stream: ByteStream) -> None:
-        """Watch a stream no more; nothing happens if it was not watched."""
+        """Stop watching a stream."""
         watch = self._watches.pop(stream, None)
         if watch is not None:
             watch.is_armed = False
             watch.pipe.on_news = None
 
     def _look_at(self, watch: _Watch) -> None:
-        """Have ``poll`` look at a stream: something may have come."""
         if not watch.is_queued:
             watch.is_queued = True
             self._queue.append(watch)
@@ -213,7 +197,7 @@ class MemoryPoller:
         wake(self._sleepers)
 
     def poll(self, seconds: float, spin: object = None) -> object | None:
-        """Return the key of a stream that can be read. Nobody spins in one process."""
+        """Return the key of a stream that can be read. No thread spins in one process."""
         limit = self._clock.now() + seconds
         while True:
             news = self._news
@@ -258,7 +242,7 @@ class MemoryPoller:
         wake(self._sleepers)
 
     def close(self) -> None:
-        """Watch nothing more; a ``poll`` ends."""
+        """Stop watching; a ``poll`` ends."""
         self._is_closed = True
         for stream in list(self._watches):
             self.unregister(stream)

@@ -39,7 +39,7 @@ class Gate:
 
 
 class Position(NamedTuple):
-    """Where in a message a writer is."""
+    """The position of a writer in a message."""
 
     left: int = 0  # bytes of it that are still to come; 0 at a header
     head: bytes = b""  # what has come of the header
@@ -48,18 +48,18 @@ class Position(NamedTuple):
 
     @property
     def is_at_header(self) -> bool:
-        """Whether the next byte is the first one of a frame."""
+        """Whether the next byte begins a frame."""
         return not self.left and not self.head
 
     @property
     def is_behind_message(self) -> bool:
-        """Whether a message has just been written whole."""
+        """Whether a message has just been completed."""
         return self.is_message and self.is_at_header
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """What delays the messages of one direction, and counts them."""
+    """Delays and counts the messages of one direction."""
 
     now: Callable[[], float]  # the clock's
     delays: Iterator[float] | None = None  # seconds of each message in turn
@@ -68,13 +68,13 @@ class Route:
     on_message: Callable[[], None] = lambda: None
 
     def follow(self, position: Position, data: bytes) -> tuple[int, bool, Position]:
-        """Follow what is written next, as far as it belongs to one message or part of a header.
+        """Follow the next bytes, as far as they belong to one message or part of a header.
 
-        Messages stay in order; greetings and farewells take no time of their own.
+        Messages stay in order; greetings and farewells are not delayed.
 
         Returns:
-            How many bytes that is; whether a message begins with them; and where the writer is
-            behind them, which also says when they are visible.
+            How many bytes that is; whether a message begins with them; and the position behind
+            them, which also says when they are visible.
         """
         left, head, when, is_message = position
         begins = False
@@ -92,8 +92,6 @@ class Route:
 
 
 class _Chunk(NamedTuple):
-    """Bytes that were written at once, of one message if there is a route."""
-
     data: bytes
     end: int  # where they end in all that was ever written
     counts: list[int]  # it is written once this list
@@ -117,7 +115,6 @@ class Pipe:
 
     Args:
         limit: Bytes above which nothing more is taken, unless the pipe is empty.
-        route: What messages meet, if anything.
     """
 
     __slots__ = (
@@ -161,14 +158,12 @@ class Pipe:
     # -- the writer --------------------------------------------------------------------------------
 
     def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
-        """Take what there is room for of the beginning of several pieces, and note how much.
+        """Take the beginning of several pieces, as far as there is room, and note how much.
 
-        Raises:
-            BlockingIOError: There is no room.
-            BrokenPipeError: The pipe has ended.
+        Raises ``BlockingIOError`` if there is no room, ``BrokenPipeError`` if the pipe has ended.
         """
         self._settle_writing()
-        if self._is_ended or self._cut_at is not None:
+        if self._is_over:
             raise BrokenPipeError(errno.EPIPE, "the stream has ended")
         offered, room = sum(map(len, pieces)), self._room()
         if room <= 0:
@@ -194,7 +189,6 @@ class Pipe:
             self._route.on_message()
 
     def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:
-        """Return what is written next: all of the data, or what belongs to one message."""
         if self._route is None:
             return _Chunk(data, self._written_to + len(data), counts, len(counts), is_cut)
         nbytes, begins, position = self._route.follow(self._position, data)
@@ -202,7 +196,7 @@ class Pipe:
         return _Chunk(data[:nbytes], end, counts, len(counts), is_cut, when, begins, position)
 
     def _settle_writing(self) -> None:
-        """Note what the last writer has written, or drop what it has not. Safe to repeat."""
+        """Complete or drop an interrupted write. Safe to repeat."""
         last = self._last
         if last is None:
             return
@@ -221,8 +215,8 @@ class Pipe:
 
     @property
     def is_writable(self) -> bool:
-        """Whether something can be written, or it turns out that nothing can be any more."""
-        return self._room() > 0 or self._is_ended or self._cut_at is not None
+        """Whether something can be written, or a write would fail."""
+        return self._room() > 0 or self._is_over
 
     @property
     def load_nbytes(self) -> int:
@@ -230,46 +224,49 @@ class Pipe:
         return max(self._written_to - self._read_to, 0)
 
     def flush_when_possible(self, flush: Callable[[], None]) -> None:
-        """Have the next reader call a function when there is room. For the writer.
+        """Make the next reader call a function when there is room. For the writer.
 
-        A function that is to be called already may just be running, and miss the newest bytes.
+        A function that is queued already may be running, and miss the newest bytes.
         """
         if len(self._flushers) < _MOST_FLUSHERS:
             self._flushers.append(flush)
         self.wake_readers()  # there may be room already
 
     def lift_limit(self) -> None:
-        """Take whatever is written from now on."""
+        """Take any number of bytes from now on."""
         self._limit = sys.maxsize
         wake(self.writers)
 
     def end(self) -> None:
-        """Write no more; what was written can be read."""
+        """End the pipe; what was written can be read."""
         self._is_ended = True
         self.wake_readers()
         wake(self.writers)
 
     def cut(self) -> None:
-        """Lose what is not visible by now. Any thread."""
+        """Lose what is not visible by now. Safe from any thread."""
         if self._cut_at is None:
             self._cut_at = self._now()
         self.wake_readers()
         wake(self.writers)
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ended or self._cut_at is not None
+
     def _now(self) -> float:
-        """Return the time; where no message is late, all is visible at time 0."""
+        """Return the time; without a route, all is visible at time 0."""
         return 0.0 if self._route is None else self._route.now()
 
     # -- the reader --------------------------------------------------------------------------------
 
     def read(self, buffer: memoryview, counts: list[int]) -> None:
-        """Fill the beginning of a buffer, and note how much; 0 at the end.
+        """Fill the beginning of a buffer and note how much; 0 at the end.
 
-        Raises:
-            BlockingIOError: Nothing is there now.
+        Raises ``BlockingIOError`` if there is nothing to read now.
         """
         self._settle_reading()
-        is_over = self._is_ended or self._cut_at is not None  # before the look at what is there
+        is_over = self._is_over  # before the look at what is there
         nbytes = self._fill(buffer, is_read=True)
         if not nbytes:
             if self._flushers and self._flush():
@@ -289,9 +286,9 @@ class Pipe:
             raise
 
     def peek(self, nbytes: int) -> bytes:
-        """Return the beginning of what is there to read, and leave it. Any thread."""
+        """Return the beginning of the input without removing it. Safe from any thread."""
         buffer = bytearray(min(nbytes, self.load_nbytes))
-        is_over = self._is_ended or self._cut_at is not None
+        is_over = self._is_over
         count = self._fill(memoryview(buffer), is_read=False)
         if not count and not (is_over and self._has_no_more()):
             raise BlockingIOError
@@ -299,12 +296,12 @@ class Pipe:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is on its way, and no end has come. A look for many pipes at once."""
-        return not self._chunks and not self._is_ended and self._cut_at is None
+        """Whether no bytes and no end are under way. For a look at many pipes."""
+        return not self._chunks and not self._is_over
 
     def readable_in(self) -> float | None:
         """Return in how many seconds there is input, the end included; None if not known."""
-        is_over = self._is_ended or self._cut_at is not None
+        is_over = self._is_over
         chunk = self._head()
         if chunk is None:
             return 0.0 if is_over or (self._flushers and self._room() > 0) else None
@@ -317,7 +314,6 @@ class Pipe:
         return max(opens_at - self._route.now(), 0.0)
 
     def _fill(self, buffer: memoryview, *, is_read: bool) -> int:
-        """Copy what is visible into a buffer; return how much."""
         read_to, filled, index = self._read_to, 0, 0
         latest = self._now() if self._cut_at is None else self._cut_at
         while filled < len(buffer):
@@ -362,12 +358,11 @@ class Pipe:
         return None
 
     def _has_no_more(self) -> bool:
-        """Whether nothing is left of a pipe that has ended."""
         chunk = self._head()
         return chunk is None or (self._cut_at is not None and chunk.when > self._cut_at)
 
     def _settle_reading(self) -> None:
-        """Note what the last reader has read. Safe to repeat."""
+        """Complete an interrupted read. Safe to repeat."""
         if self._reading is not None:
             counts, read_to = self._reading
             if counts:
@@ -377,7 +372,6 @@ class Pipe:
             self._chunks.popleft()
 
     def _flush(self) -> bool:
-        """Call who waits for room, if there is any; return whether somebody was called."""
         if self._room() <= 0:
             return False
         flushers = list(self._flushers)
@@ -388,7 +382,7 @@ class Pipe:
         return bool(flushers)
 
     def wake_readers(self) -> None:
-        """Have whoever waits for something to read look again."""
+        """Wake the threads that wait for input."""
         if self.on_news is not None:
             self.on_news()
         wake(self.readers)

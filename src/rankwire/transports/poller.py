@@ -1,10 +1,9 @@
 """Pollers and waiters: one thread waits for several streams.
 
-A thread gives a *key* for each stream to a ``Poller``, and ``poll`` returns that of a stream that
-can be read. A stream is watched all the time, or armed for one shot, so that another thread may
-read it meanwhile without waking the poller again and again. A ``Waiter`` waits once, and is woken
-by other threads as one of those that sleep on locks. ``memory_stream`` has both for worlds in one
-process.
+A ``Poller`` returns the *key* of a stream that can be read. It watches a stream all the time, or
+once after ``arm``, so that another thread may read it meanwhile without waking the poller. A
+``Waiter`` waits once, and other threads release it like a lock. ``memory_stream`` has both for
+worlds in one process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Protocol
 from rankwire import runtime
 from rankwire.transports.byte_stream import ByteStream, Look
 from rankwire.transports.spin import Spin
-from rankwire.transports.wakeup import Sleeper
+from rankwire.transports.wakeup import EventDescriptor, Sleeper
 
 _POLLS_OF_ALL = 8  # one poll in so many begins with all streams
 _ONE_SHOT = runtime.EPOLLIN | runtime.EPOLLONESHOT
@@ -26,34 +25,29 @@ _ONE_SHOT = runtime.EPOLLIN | runtime.EPOLLONESHOT
 class Poller(Protocol):
     """Waits for several streams. ``poll`` is for one thread at a time, the rest safe from any.
 
-    Everything but ``poll`` needs a lock of the owner's, under which it is also closed.
+    The owner calls everything but ``poll`` under a lock of its own.
     """
 
     def register(self, stream: ByteStream, key: object) -> None:
-        """Watch a stream until it is unregistered. To be done before it is closed."""
+        """Watch a stream until it is unregistered, which must happen before it is closed."""
 
     def arm(self, stream: ByteStream, key: object) -> None:
-        """Have ``poll`` return the key once; to be armed again after that."""
+        """Make ``poll`` return the key once."""
 
     def unregister(self, stream: ByteStream) -> None:
-        """Watch a stream no more; nothing happens if it was not watched."""
+        """Stop watching a stream, if it is watched."""
 
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
         """Return the key of a stream that can be read; None after the time, or when woken.
 
-        Args:
-            seconds: How long to sleep.
-            spin: How long to look before that.
-
-        Raises:
-            ValueError: It was closed.
+        Polls by ``spin`` before it sleeps. Raises ``ValueError`` if the poller was closed.
         """
 
     def wake(self) -> None:
         """Make ``poll`` return, now or the next time."""
 
     def close(self) -> None:
-        """Give back what the system has lent. Also in the child of a fork, where it is shared."""
+        """Close the descriptors. Also in a forked child, which shares them."""
 
 
 class EpollPoller:
@@ -81,7 +75,7 @@ class EpollPoller:
         self._epoll.register(number, runtime.EPOLLIN)
 
     def arm(self, stream: ByteStream, key: object) -> None:
-        """Have ``poll`` return the key once. A stream that was closed meanwhile is left alone."""
+        """Make ``poll`` return the key once. Ignores a stream that was closed meanwhile."""
         number = stream.fileno()
         if number in self._keys:
             self._epoll.modify(number, _ONE_SHOT)
@@ -90,7 +84,7 @@ class EpollPoller:
             self._epoll.register(number, _ONE_SHOT)
 
     def unregister(self, stream: ByteStream) -> None:
-        """Watch a stream no more."""
+        """Stop watching a stream."""
         number = stream.fileno()
         self._watched.pop(number, None)
         self._hiding.pop(number, None)
@@ -102,8 +96,8 @@ class EpollPoller:
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
         """Return the key of a stream that can be read; None after the time, or when woken.
 
-        The peer that sent last mostly sends next: its stream is asked more often than the epoll,
-        and for less.
+        The peer that sent last usually sends next: its stream is asked more often than the epoll,
+        which costs less.
         """
         self._polls += 1
         number = self._last
@@ -138,7 +132,7 @@ class EpollPoller:
         return self._keys.get(number)
 
     def _expect(self, number: int) -> None:
-        """Ask a stream more often than the others; -1 for none."""
+        """Poll a stream more often than the others; -1 for none."""
         stream = self._watched.get(number)
         if stream is None:
             self._last, self._look = -1, (self._ask_all, [], bool, None, None)
@@ -151,7 +145,7 @@ class EpollPoller:
         runtime.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Close the epoll. Nothing is unregistered: a parent may have the same one."""
+        """Close the epoll. Nothing is unregistered: a parent may share it."""
         self._epoll.close()
         os.close(self._wakeup)
         self._hiding.clear()
@@ -159,42 +153,27 @@ class EpollPoller:
 
 
 class Waiter(Sleeper, Protocol):
-    """How one thread waits for several streams, and for other threads.
+    """Makes one thread wait for several streams and for other threads.
 
     ``release`` is safe from any thread; the rest is for the thread that waits.
     """
 
     def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
-        """Sleep until something can be read, ``release`` was called, or the time has passed."""
+        """Sleep until there is input, ``release`` was called, or the time has passed."""
 
     def close(self) -> None:
-        """Give back what the system has lent. A later ``release`` does nothing."""
+        """Close the descriptors. A later ``release`` does nothing."""
 
 
-class PollWaiter:
-    """A descriptor beside those of streams.
-
-    Args:
-        spin: How long to look before sleeping.
-
-    Lock: ``_lock`` guards the descriptor against being used once closed; its number may be another
-    file's by then.
-    """
+class PollWaiter(EventDescriptor):
+    """Waits with a descriptor beside those of the streams; polls by ``spin`` first."""
 
     def __init__(self, spin: Spin) -> None:
+        super().__init__()
         self._spin = spin
-        self._lock = runtime.Lock()
-        self._is_open = True
-        self._number = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
-
-    def release(self) -> None:
-        """Have the thread wake up."""
-        with self._lock:
-            if self._is_open:
-                runtime.eventfd_write(self._number, 1)
 
     def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
-        """Sleep until something can be read, ``release`` was called, or the time has passed."""
+        """Sleep until there is input, ``release`` was called, or the time has passed."""
         if any(stream.before_sleep() for stream in streams):
             return
         poller = runtime.poll()
@@ -204,10 +183,3 @@ class PollWaiter:
                 poller.register(number, runtime.POLLIN)
         if self._spin.finds(partial(poller.poll, 0), []) is None:
             poller.poll(int(seconds * 1000.0) + 1)
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self._number)

@@ -1,12 +1,12 @@
-"""Files that only this user may read: secrets and private keys.
+"""Read files that only this user may read: secrets and private keys.
 
 What is checked must be what is read. In a folder that others can write, a name can mean another
-file a moment later. So a file is opened once and everything else happens to the descriptor:
-``fstat`` says whose it is, and its content comes from there. Only regular files are read.
+file a moment later. So a file is opened once, and ``fstat`` checks the descriptor from which it is
+read. Only regular files are read.
 
 A symbolic link is followed if it belongs to this user or to root, as in the folders of Kubernetes
-and of certbot. One that another user has made is refused: it could lead to a file of this user
-whose content others know.
+and of certbot. One of another user is refused: it could lead to a file of this user whose content
+others know.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTT
 
 @contextmanager
 def open_private(path: str | os.PathLike[str], *, named: str) -> Iterator[int]:
-    """Have a file open that belongs to this user and is closed to others; yield its descriptor.
+    """Open a file that belongs to this user and is closed to others; yield its descriptor.
 
-    Args:
-        path: Where it is.
-        named: How the user gave it, for the text of an error.
+    Errors name the file by ``named``.
 
     Raises:
         ConfigurationError: It cannot be opened, is no such file, or is too large.
@@ -57,12 +55,12 @@ def open_private(path: str | os.PathLike[str], *, named: str) -> Iterator[int]:
 
 
 def name_of_open(descriptor: int) -> str:
-    """Return a name of what is open there, for those who want one."""
+    """Return a path to an open file, for functions that need one."""
     return f"/proc/self/fd/{descriptor}"
 
 
 def read_private(path: str | os.PathLike[str], *, named: str) -> bytes:
-    """Return the content of such a file; raises as ``open_private`` does."""
+    """Return the content of a private file; raises as ``open_private`` does."""
     with (
         open_private(path, named=named) as descriptor,
         open(descriptor, "rb", closefd=False) as file,

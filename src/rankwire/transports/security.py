@@ -1,11 +1,8 @@
-"""Which protection a connection has: the modes that users name, as a policy for single connections.
+"""Choose how connections are protected: the modes that users name, as a policy for each connection.
 
-A ``Policy`` is chosen once, from what the user asked for and the address of the world. Both ends of
-a connection ask their own: the dialling end offers what its policy says, the listening end refuses
-what is less than its own policy demands. Nothing is negotiated and nothing falls back.
-
-What each mode keeps out is in ``SECURITY.md``. This module opens no socket and reads no secret;
-``ssl`` is loaded only when TLS is asked for.
+Both ends of a connection ask their own ``Policy``: the dialling end offers what its policy says,
+the listening end refuses less than its own demands. Nothing is negotiated and nothing falls back.
+``SECURITY.md`` says what each mode protects against. ``ssl`` is loaded only for TLS.
 """
 
 from __future__ import annotations
@@ -69,10 +66,6 @@ def certificate_files(home: Path, who: CertificateHolder) -> Tls:
 def files_of(folder: str | os.PathLike[str], who: CertificateHolder) -> Tls:
     """Return the files of a launcher or a rank in a folder that ``rankwire certificates`` made.
 
-    Args:
-        folder: That folder, or a copy of what is needed of it.
-        who: ``"launcher"``, or a rank.
-
     Raises:
         ConfigurationError: Some are missing, or cannot be read; the text names them.
     """
@@ -98,7 +91,7 @@ class Policy:
         mode: ``"local"``, ``"auth"``, ``"tls"`` or ``"insecure"``.
         sealing: On which TCP connections frames are sealed.
         full_mac: Whether bulk payloads are under the MAC too.
-        tls: What TCP connections are wrapped in, if they are.
+        tls: Wraps TCP connections, if not None.
     """
 
     mode: str
@@ -115,7 +108,7 @@ class Policy:
         return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
 
     def dial(self, stream: ByteStream, deadline: Deadline, check: Callable[[], None]) -> ByteStream:
-        """Put TLS around a stream that this end has opened, where the policy wants it.
+        """Wrap a stream that this end has opened in TLS, if the policy wants it.
 
         Raises as ``TlsContexts.dial`` does.
         """
@@ -124,15 +117,15 @@ class Policy:
         return self.tls.dial(_socket_of(stream), deadline, check)
 
     def accept(self, stream: ByteStream) -> ByteStream:
-        """Put TLS around a stream that this end has accepted; its handshake is still to come."""
+        """Wrap an accepted stream in TLS, if the policy wants it, before its handshake."""
         if self.tls is None or stream.exposure == "none":
             return stream
         return self.tls.accept(_socket_of(stream))
 
     def objection_to(self, stream: ByteStream, who: int) -> str:
-        """Return why the other end of a connection cannot be this rank or ``LAUNCHER``.
+        """Return why the peer's certificate is not that of this rank or ``LAUNCHER``.
 
-        By the certificate that it has shown; an empty text if it can be, or if there is no TLS.
+        Empty if it is, or without TLS.
         """
         if self.tls is None or not stream.binding:
             return ""
@@ -151,14 +144,10 @@ UNPROTECTED = Policy("local")
 def choose_policy(
     security: str, address: TcpAddress, *, integrity: str = "crc", tls: Tls | None = None
 ) -> Policy:
-    """Return the policy that the user's settings amount to. No I/O but reading the TLS files.
+    """Return the policy for the user's settings. Reads the TLS files.
 
-    Args:
-        security: One of ``Security``. ``"auto"`` is ``"tls"`` if files for it are given, else
-            ``"local"`` or ``"auth"``, by the address.
-        address: Where the world meets.
-        integrity: One of ``Integrity``.
-        tls: Files for TLS.
+    ``security`` is one of ``Security``, ``integrity`` one of ``Integrity``. ``"auto"`` is ``"tls"``
+    if its files are given, else ``"local"`` or ``"auth"``, by the address where the world meets.
 
     Raises:
         ConfigurationError: The settings contradict each other, or the files cannot be used.

@@ -1,12 +1,12 @@
 """Memory that processes share: made by one, opened by the others (Linux on x86).
 
-It has no name in any file system, so nothing is left of it whatever dies. The process that makes it
-tells the others the number of its descriptor, and they open it by ``/proc``: the kernel allows this
-to processes of one user that see each other. It cannot be made smaller, which would kill whoever
-reads beyond the end; and it has a token in it, so that nothing else is taken for it.
+It has no name in any file system, so nothing is left of it after a crash. The process that makes it
+sends the number of its descriptor, and the others open it by ``/proc``: the kernel allows this to
+processes of one user that see each other. It cannot be made smaller, which would kill a process
+that reads beyond the end, and a token in it identifies it.
 
-Where any of this is not possible, sockets carry everything. What else is in the memory is the
-business of ``wire.ring`` and ``wire.segment``, which leave the token's word alone.
+Where any of this is not possible, sockets carry everything. ``wire.ring`` and ``wire.segment`` use
+the memory, and leave the token's word alone.
 """
 
 from __future__ import annotations
@@ -44,15 +44,11 @@ _TOKEN = 24  # which word of eight bytes it is
 class SharedMemory:
     """Memory made by this process, zeroed.
 
-    Args:
-        nbytes: How much.
-
     Attributes:
-        view: The memory.
         offer: What the other process needs in order to open it.
 
     Raises:
-        OSError: The system has none, or does not allow it.
+        OSError: The system has no memory, or does not allow it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -68,12 +64,12 @@ class SharedMemory:
         self.offer = _OFFER.pack(descriptor, nbytes, token)
 
     def close(self) -> None:
-        """Close the descriptor; the memory stays as long as somebody uses it. Idempotent."""
+        """Close the descriptor; the memory stays as long as a process uses it. Idempotent."""
         self._held.close()
 
 
 class _Descriptor:
-    """A descriptor that is closed with its owner, wherever an interrupt (Ctrl-C) falls."""
+    """A descriptor that is closed with its owner, wherever an interrupt comes."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -92,10 +88,10 @@ class _Descriptor:
 
 
 def _mapped(descriptor: int, nbytes: int) -> memoryview:
-    """Return the memory behind a descriptor, for as long as anybody has a view of it.
+    """Map the memory behind a descriptor for as long as a view of it exists.
 
-    Not by ``mmap.mmap``, which keeps a descriptor of its own that long: an error that remembers
-    where it was raised would keep one open.
+    Not by ``mmap.mmap``, which keeps a descriptor of its own that long: an error that refers to its
+    frames would keep one open.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -114,16 +110,11 @@ def _mapped(descriptor: int, nbytes: int) -> memoryview:
 
 
 def open_shared(pid: int, offer: bytes, sizes: range) -> memoryview:
-    """Open the memory that another process has made.
-
-    Args:
-        pid: The process, by the kernel's word.
-        offer: What it said.
-        sizes: How many bytes it may have.
+    """Open the memory that process ``pid``, by the kernel's word, has offered.
 
     Raises:
         OSError: The system does not allow it.
-        ValueError: That is not such memory.
+        ValueError: It is not such memory, or its size is not among ``sizes``.
     """
     try:
         number, nbytes, token = _OFFER.unpack(offer)

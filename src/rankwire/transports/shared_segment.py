@@ -1,11 +1,11 @@
 """A segment in memory that processes share, and how a rank waits in it.
 
 A rank polls the segment for a moment, because most waits are short; where ranks share cores it
-yields between two looks, so that the rank it waits for can run. Then it sleeps by futex(2), called
-by number because the C library has no function for it. A rank that publishes wakes the sleepers.
+yields between two looks. Then it sleeps by futex(2), called by number because the C library has no
+function for it. A rank that publishes wakes the sleepers.
 
 A segment does not notice that a rank is lost: the thread that learns of it calls ``disturb``, and a
-waiting rank goes to look. One thread waits at a time; ``disturb`` is safe from any thread.
+waiting rank checks. One thread waits at a time; ``disturb`` is safe from any thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,9 @@ class _Timespec(ctypes.Structure):
 
 
 def sleep_while(address: int, value: int, seconds: float) -> None:
-    """Sleep while four bytes have a value; until somebody wakes us, a signal comes, or so long.
+    """Sleep while the aligned four bytes at an address have a value, until woken or a signal comes.
 
-    That the value is looked at and the thread put to sleep is one step for the kernel.
-
-    Args:
-        address: Of the bytes, a multiple of four.
-        value: What they must have.
-        seconds: At most.
+    The kernel compares the value and puts the thread to sleep in one step.
     """
     fraction, whole = math.modf(seconds)
     limit = _Timespec(int(whole), int(fraction * 1e9))
@@ -50,7 +45,7 @@ def sleep_while(address: int, value: int, seconds: float) -> None:
 
 
 def wake_all(address: int) -> None:
-    """Wake all, in any process, that sleep because of the four bytes at an address."""
+    """Wake all threads, of any process, that sleep at this address."""
     _library.syscall(_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, 0, 0, 0)
 
 
@@ -64,12 +59,9 @@ class SharedSegment(Segment):
     """One rank's end of a segment.
 
     Args:
-        memory: All of it.
-        rank: This rank.
-        size: How many there are.
-        spin: Seconds that a rank looks before it sleeps; 0 if ranks share cores.
-        clock: By which that is measured. Sleeping is the kernel's, in real time.
-        made: What it is made of, if that was here.
+        spin: Seconds that a rank polls before it sleeps; 0 if ranks share cores.
+        clock: Measures that. The kernel sleeps in real time.
+        made: The memory, if this process made it.
     """
 
     def __init__(
@@ -94,10 +86,9 @@ class SharedSegment(Segment):
 
     @classmethod
     def make(cls, nbytes: int, rank: int, size: int, *, spin: float, clock: Clock) -> SharedSegment:
-        """Make one, with so many bytes for the slots of all ranks together.
+        """Make a segment with so many bytes for the slots of all ranks together.
 
-        Raises:
-            OSError: There is no memory for it, or so little is wanted that it would not do.
+        Raises ``OSError`` if there is no memory for it, or ``nbytes`` is too small.
         """
         whole_nbytes = segment_nbytes(nbytes, size)
         if not whole_nbytes:
@@ -109,11 +100,11 @@ class SharedSegment(Segment):
     def open(
         cls, pid: int, offer: bytes, rank: int, size: int, *, spin: float, clock: Clock
     ) -> SharedSegment:
-        """Open one that another process has made.
+        """Open a segment that another process has made.
 
         Raises:
             OSError: The system does not allow it.
-            ValueError: It is none, or not for so many ranks.
+            ValueError: It is no segment, or not for so many ranks.
         """
         memory = open_shared(pid, offer, SEGMENT_SIZES)
         if not is_segment_of(size, len(memory)):
@@ -126,7 +117,7 @@ class SharedSegment(Segment):
         return self._made.offer if self._made is not None else b""
 
     def keep_private(self) -> None:
-        """Let nobody else open it: all who should have. The memory lives as long as it is used."""
+        """Prevent further opening. The memory lives as long as it is used."""
         if self._made is not None:
             self._made.close()
 
@@ -137,7 +128,7 @@ class SharedSegment(Segment):
         return self.looks_until(step, rank) or self.sleeps_until(step, rank, deadline)
 
     def looks_until(self, step: int, rank: int) -> bool:
-        """Look for a while whether a rank has published a step."""
+        """Poll for a while whether a rank has published a step."""
         words, line = self.words, self.lines[rank]
         while (published := words[line]) < step:
             if self._spin.finds(self._asks[rank], published) is None:
@@ -163,7 +154,7 @@ class SharedSegment(Segment):
         return True
 
     def wake_others(self) -> None:
-        """Wake those that sleep until this rank publishes. After every ``publish``."""
+        """Wake the ranks that sleep until this one publishes. After every ``publish``."""
         words = self.words
         with self._barrier:  # a memory barrier: what was published is seen before we look
             pass
@@ -173,7 +164,7 @@ class SharedSegment(Segment):
                 return
 
     def disturb(self) -> None:
-        """Have a rank that waits here look whether there is still a reason to."""
+        """Make a waiting rank check whether it still has to wait."""
         self._is_disturbed = True
         address = self._sleeps_at
         if address is not None:

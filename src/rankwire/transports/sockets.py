@@ -27,11 +27,7 @@ SocketAddress = tuple[Any, ...] | str
 
 
 class SocketStream(ByteStream):
-    """A connected, non-blocking socket.
-
-    Attributes:
-        sock: The socket.
-    """
+    """A connected, non-blocking socket."""
 
     def __init__(self, sock: runtime.Socket) -> None:
         self.sock = sock
@@ -71,7 +67,6 @@ class SocketListener:
     """A listening socket.
 
     Args:
-        sock: The socket.
         admit: Makes a stream of a connection, or raises ``OSError`` if it must not connect.
     """
 
@@ -95,11 +90,7 @@ class SocketListener:
 
 
 def open_socket(family: int) -> runtime.Socket:
-    """Return a new socket.
-
-    Raises:
-        ResourceError: The process has no descriptor left, or the system no memory.
-    """
+    """Return a new socket; raises ``ResourceError`` without descriptors or memory."""
     try:
         return runtime.Socket(family, runtime.SOCK_STREAM | runtime.SOCK_NONBLOCK)
     except OSError as error:
@@ -113,14 +104,9 @@ def connect(
     deadline: Deadline,
     check: Callable[[], None],
 ) -> None:
-    """Connect a socket to an address; if that fails, close it.
+    """Connect a socket to an address, called ``name`` in errors; close it if that fails.
 
-    Args:
-        sock: The socket.
-        where: The address.
-        name: The address, for errors.
-        deadline: For the answer.
-        check: Called repeatedly while waiting; an exception from it ends the wait.
+    Calls ``check`` repeatedly while waiting; an exception from it ends the wait.
 
     Raises:
         NoConnectionError: No process listens there.

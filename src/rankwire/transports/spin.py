@@ -2,13 +2,13 @@
 
 Waking a sleeping thread costs 30-60 us, a poll of the socket 1 us (a blocking round trip against a
 polling one), so a reader polls for a short while first. That pays only if the answer comes soon and
-a core is free: who has polled for nothing sleeps at once the next time.
+a core is free: a reader that has polled in vain sleeps at once the next time.
 
-Two who answer each other quickly must not both end up asleep: each then finds the other too slow to
-poll for, because it has to be woken, and on a virtual machine whose processors are wanted elsewhere
-that takes longer than a whole budget. Such waits follow each other closely. So while they do, a few
-are polled for with a larger budget, which spans the waking of the other one; then one in a while,
-after a number of waits that is different each time, so that both try at once before long.
+Two ranks that answer each other quickly must not both end up asleep: each then finds the other too
+slow to poll for, because it has to be woken, and on a busy virtual machine that takes longer than a
+whole budget. Such waits follow each other closely. So while they do, a few are polled for with a
+larger budget, which spans the waking of the other rank; then one now and then, after a varying
+number of waits, so that both try at once before long.
 
     the last wait               this one follows          budget
     polled, found                  -                      whole
@@ -16,7 +16,7 @@ after a number of waits that is different each time, so that both try at once be
     polled or slept             closely, after that       none; now and then double
     polled or slept             later                     none; now and then whole
 
-Where ranks share cores, a reader yields between two looks, so that the one it waits for can run.
+Where ranks share cores, a reader yields between two looks, so that its peer can run.
 """
 
 from __future__ import annotations
@@ -36,21 +36,12 @@ _RARELY = 8  # beside a ring, one look in so many is at the socket
 
 
 class Spin:
-    """A budget in seconds that adapts to whether spinning pays.
-
-    Races between readers only blur it.
-
-    Args:
-        most: The full one.
-        clock: By which it is spent.
-        yields: Whether ranks share cores.
+    """A budget in seconds that adapts to whether spinning pays. Races only blur it.
 
     Attributes:
-        budget: How long to look now; who has none asks ``tries_again``. Whoever finds something
-            sets it to ``most``.
-        most: The full one.
-        yields: Whether to let others run between two looks.
-        now: The clock's.
+        budget: How long to poll now. A thread that finds something sets it to ``most``.
+        most: The full budget.
+        yields: Whether ranks share cores, and a thread yields between two looks.
     """
 
     __slots__ = ("_misses", "_seen", "_skips", "budget", "most", "now", "yields")
@@ -72,18 +63,14 @@ class Spin:
         rarely: Callable[[], object] | None = None,
         rarely_idle: object = None,
     ) -> object | None:
-        """Ask until there is an answer, or the budget is spent. The one loop that polls.
+        """Poll until there is an answer, or the budget is spent. The one loop that polls.
 
-        Args:
-            ask: Returns ``idle`` as long as there is nothing.
-            idle: That value, not None.
-            begin: Called before the first question.
-            rarely: Another question, asked one time in eight.
-            rarely_idle: What that returns as long as there is nothing.
+        Calls ``begin``, and then ``ask`` until it returns anything but ``idle``, which is not None;
+        one time in eight also ``rarely``, until it returns anything but ``rarely_idle``.
 
         Returns:
-            What the question returned at last, or the ``OSError`` or ``ValueError`` that it raised;
-            None if the budget was spent.
+            The answer, or the ``OSError`` or ``ValueError`` raised by the question; None if the
+            budget was spent.
         """
         if self.budget <= 0.0 and not self.tries_again():
             return None
@@ -108,14 +95,14 @@ class Spin:
         return found
 
     def wasted(self) -> None:
-        """The budget was spent and nothing came."""
+        """Note that the budget was spent in vain."""
         self._misses = 1 if self.budget == self.most else self._misses + 1
         self._seen = self.now()
         self._skips = _LEAST_SKIPS + int(self._seen * 1e7) % _MORE_SKIPS
         self.budget = 0.0
 
     def tries_again(self) -> bool:
-        """Whether to look although the last time was for nothing; then there is a budget."""
+        """Whether to poll although the last time was in vain; then there is a budget."""
         now = self.now()
         is_close, self._seen = now - self._seen < _CLOSELY, now
         if not is_close or self._misses > _PATIENCE:

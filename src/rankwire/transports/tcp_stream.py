@@ -68,11 +68,11 @@ class TcpStream(SocketStream):
 
 
 class Unanswered:
-    """For how long the other host has not acknowledged what is under way.
+    """Measures how long the other host has not acknowledged what is under way.
 
     A full window is acknowledged, so a process that does not read differs from a host that is gone.
     Keepalive (not while data is under way) and the user timeout (which counts a full window too) do
-    not see the difference. One thread asks, again and again.
+    not see the difference. For one thread, which calls it repeatedly.
     """
 
     __slots__ = ("_acknowledged", "_clock", "_since")
@@ -106,11 +106,7 @@ class TcpAddress:
 
     @classmethod
     def parse(cls, text: str) -> TcpAddress:
-        """Parse ``host:port``.
-
-        Raises:
-            ConfigurationError: It is not of that form.
-        """
+        """Parse ``host:port``; raises ``ConfigurationError`` if it has another form."""
         host, separator, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
@@ -165,8 +161,7 @@ def expect_prompt_reading(stream: ByteStream) -> None:
 def listen_tcp(address: TcpAddress) -> runtime.Socket:
     """Listen on exactly the address asked for; port 0 takes a free one.
 
-    All interfaces are asked for by ``0.0.0.0`` or ``::``, and not by a name that happens to mean
-    the same.
+    Only ``0.0.0.0`` or ``::`` means all interfaces, not a name that resolves to them.
     """
     family, where = _resolve(address)[0]
     if ipaddress.ip_address(where[0]).is_unspecified and address.host not in _WILDCARDS:
@@ -184,27 +179,14 @@ def listen_tcp(address: TcpAddress) -> runtime.Socket:
 
 
 def start_listening(sock: runtime.Socket) -> None:
-    """Accept connections from now on.
-
-    Apart from ``listen_tcp`` so that a secret can be laid out between the two.
-    """
+    """Accept connections from now on; separate, so that a secret can be written before."""
     sock.listen(BACKLOG)
 
 
 def connect_tcp(
     address: TcpAddress, deadline: Deadline, *, check: Callable[[], None] = lambda: None
 ) -> runtime.Socket:
-    """Connect once, to the first of a name's addresses that answers.
-
-    Args:
-        address: Where to.
-        deadline: For the answer.
-        check: Called now and then while waiting; what it raises ends the wait.
-
-    Raises:
-        NoConnectionError: No process listens there.
-        DeadlineExceededError: No answer in time.
-    """
+    """Connect once, to the first of a name's addresses that answers; see ``sockets.connect``."""
     candidates = _resolve(address)
     failures: list[str] = []
     for index, (family, where) in enumerate(candidates):
@@ -227,7 +209,6 @@ def connect_tcp(
 
 
 def _resolve(address: TcpAddress) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return the addresses that a name stands for, each once."""
     try:
         found = runtime.getaddrinfo(address.host, address.port, type=runtime.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -284,11 +265,7 @@ class ListeningPlace:
 
 
 def listen_somewhere(place: ListeningPlace, host: str) -> runtime.Socket:
-    """Listen at the first free port of a place.
-
-    Args:
-        place: Where.
-        host: The address to take if the place names none.
+    """Listen at the first free port of a place, on ``host`` if the place names none.
 
     Raises:
         ConfigurationError: No port is free, or the address is not one of this host.

@@ -1,24 +1,22 @@
-"""TLS around a TCP connection: a stream with the methods of a socket that connections use.
+"""TLS around a TCP connection, as a stream.
 
-TLS 1.3 and nothing else, certificates required of both ends, no tickets. The handshake inside
+TLS 1.3 only, certificates required of both ends, no tickets. The handshake inside
 (``wire.handshake``) says which rank each end is, and has the listener's certificate in its MAC.
-Whose certificates are trusted, and for which rank, is the business of ``tls_contexts``.
+``tls_contexts`` decides whose certificates are trusted, and for which rank.
 
 OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
 So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
-held while they are encrypted or decrypted, never while waiting. All calls are non-blocking, as on
-the sockets of this package.
+held while they are encrypted or decrypted, never while waiting.
 
 Two things differ from a socket:
 
-- Decrypted bytes may lie here although the socket has nothing to read (``has_pending``). During the
-  handshakes, ``receive`` takes single records from the socket, so that nothing is ever left over.
-- Encrypted bytes may lie here although the socket takes no more. Then the last byte of what was
-  sent counts as not sent; the sender repeats it, as after any partial send, and makes the rest
-  leave.
+- Decrypted bytes may be here although the socket has nothing to read (``has_pending``). During the
+  handshakes, ``receive`` takes single records from the socket, so that nothing is left over.
+- Encrypted bytes may be here although the socket takes no more. Then the last byte counts as not
+  sent; the sender repeats it, as after any partial send, and so sends the rest.
 
-An interrupt (Ctrl-C) that falls between two steps of encrypting or decrypting ends the connection:
-what OpenSSL had in hand at that moment is lost. While waiting, it harms nothing.
+An interrupt (Ctrl-C) between two steps of encrypting or decrypting fails the connection: the bytes
+that OpenSSL had at that moment are lost. While waiting, it does no harm.
 """
 
 from __future__ import annotations
@@ -52,9 +50,6 @@ class TlsStream(TcpStream):
     """A TCP connection inside TLS.
 
     One reader and one writer at a time, in any threads; the handshakes come before both.
-
-    Attributes:
-        session: OpenSSL's view of the connection; its certificates, once hands are shaken.
     """
 
     def __init__(self, sock: runtime.Socket, context: ssl.SSLContext, *, server_side: bool) -> None:
@@ -109,7 +104,7 @@ class TlsStream(TcpStream):
 
     @property
     def has_pending(self) -> bool:  # type: ignore[override]
-        """Whether decrypted bytes lie here."""
+        """Whether there are decrypted bytes to read."""
         return bool(self._decrypted)
 
     @override
@@ -121,12 +116,10 @@ class TlsStream(TcpStream):
 
     @override
     def peek(self, nbytes: int) -> bytes:
-        """Return the beginning of what is there to read, decrypted, and leave it.
+        """Return the beginning of the decrypted input without removing it.
 
-        Raises:
-            BlockingIOError: There is nothing to read now.
-            AuthenticationError: TLS has failed; mostly the other end refuses our certificate, which
-                it can say only now.
+        Raises ``AuthenticationError`` if TLS has failed; usually the other end refuses our
+        certificate, which it can say only now.
         """
         buffer = bytearray(nbytes)
         with self._lock:
@@ -168,10 +161,7 @@ class TlsStream(TcpStream):
                 self._end = ""
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """Decrypt all records that have come, into the buffer and then into ``_decrypted``.
-
-        Sets ``_end``.
-        """
+        """Decrypt all records into the buffer and then into ``_decrypted``; set ``_end``."""
         filled = 0
         self._begin_decrypting()
         try:
@@ -205,7 +195,7 @@ class TlsStream(TcpStream):
         self._under_way.decrypting = True
 
     def _fill(self) -> bool:
-        """Take bytes from the socket; False at its end, BlockingIOError if there are none now."""
+        """Read from the socket; False at its end, BlockingIOError if it has nothing now."""
         if self._records is None:
             # One call of a C function: no interrupt falls between the two ends of it.
             return any(map(self._received.write, map(self.sock.recv, (_CHUNK_NBYTES,))))
@@ -248,7 +238,6 @@ class TlsStream(TcpStream):
         return len(chunk) - self._owes_a_byte
 
     def _flush(self) -> None:
-        """Send encrypted bytes as far as the socket takes them."""
         if self._under_way.flushing:
             raise ConnectionError("sending to it was interrupted")
         self._under_way.flushing = True
@@ -262,7 +251,7 @@ class TlsStream(TcpStream):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """Whether bytes are on their way through OpenSSL to the caller or the socket.
+    """Whether bytes are between OpenSSL and the caller or the socket.
 
     A thread that finds one of these set knows that another one was interrupted there, and that some
     bytes are missing.
@@ -274,7 +263,7 @@ class _UnderWay:
 
 
 class _Records:
-    """Where the records of a stream end, for a reader that takes no more than one at a time."""
+    """Finds the ends of records, for a reader that takes no more than one at a time."""
 
     def __init__(self) -> None:
         self._left = 0  # of the current one
@@ -294,7 +283,7 @@ class _Records:
 
 
 class _TlsError(Exception):
-    """What OpenSSL says, on its way to where it is known what that means."""
+    """An error of OpenSSL, until a caller translates it."""
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -1,8 +1,4 @@
-"""Whom TLS trusts: a rank's own certificate, the authority, and which name belongs to which rank.
-
-What the bytes do inside a connection is the business of ``tls``. Reads the files of a ``Tls``, and
-opens no socket.
-"""
+"""Decide whom TLS trusts: a rank's own certificate, the authority, and the name of each rank."""
 
 from __future__ import annotations
 
@@ -34,13 +30,10 @@ _ANY_NAME = "any"
 
 
 class TlsContexts:
-    """What the connections of one rank share: its certificate and whom it trusts.
-
-    Args:
-        files: Where those are.
+    """The certificate and the trust that the connections of one rank share.
 
     Raises:
-        ConfigurationError: They cannot be used.
+        ConfigurationError: The files cannot be used.
     """
 
     def __init__(self, files: Tls) -> None:
@@ -64,17 +57,14 @@ class TlsContexts:
     def dial(
         self, sock: runtime.Socket, deadline: Deadline, check: Callable[[], None]
     ) -> TlsStream:
-        """Open TLS on a socket that this end has connected.
+        """Open TLS on a connected, non-blocking socket; the stream owns it once this returns.
 
-        Args:
-            sock: Connected and non-blocking; the stream owns it once this returns.
-            deadline: For the TLS handshake.
-            check: Called now and then while waiting; what it raises ends the wait.
+        Calls ``check`` repeatedly while waiting; an exception from it ends the wait.
 
         Raises:
             AuthenticationError: One end does not accept the other's certificate or version, or the
                 other does not speak TLS.
-            NoConnectionError: It closed the connection.
+            NoConnectionError: The other end closed the connection.
             DeadlineExceededError: It did not answer in time.
         """
         stream = TlsStream(sock, self._dialling, server_side=False)
@@ -95,13 +85,13 @@ class TlsContexts:
         return stream
 
     def accept(self, sock: runtime.Socket) -> TlsStream:
-        """Begin TLS on a socket that this end has accepted; ``shake_hands`` is to be called."""
+        """Begin TLS on an accepted socket; the caller then calls ``shake_hands``."""
         stream = TlsStream(sock, self._accepting, server_side=True)
         stream.binding = sha256(self._certificate).digest()
         return stream
 
     def objection_to(self, stream: TlsStream, who: int) -> str:
-        """Return why the end that shook hands is not this rank or ``LAUNCHER``; empty if it is."""
+        """Return why the peer is not this rank or ``LAUNCHER``; empty if it is."""
         if self._names == _ANY_NAME:
             return ""
         is_launcher = who == LAUNCHER
@@ -123,7 +113,7 @@ def _certificate_of_peer(stream: TlsStream) -> bytes:
 
 
 def names_of_peer(stream: TlsStream) -> list[str]:
-    """Return the DNS names and URIs in the certificate that the other end has shown."""
+    """Return the DNS names and URIs in the peer's certificate."""
     found: Any = stream.session.getpeercert() or {}
     names = found.get("subjectAltName", ())
     return [name for kind, name in names if kind in ("DNS", "URI")]
@@ -150,7 +140,6 @@ def _no_passphrase() -> str:
 
 
 def _first_certificate(path: str | os.PathLike[str]) -> bytes:
-    """Return the certificate that a rank shows: the first one of its file."""
     with open(path) as file:
         text = file.read()
     start, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER)

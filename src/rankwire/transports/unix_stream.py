@@ -1,8 +1,7 @@
 """Unix sockets: to processes of this host and user, with rings in shared memory beside them.
 
-A ring (``wire.ring``) carries small frames while its reader polls. A connection makes the offer of
-one; this module knows how its reader stops polling without missing a frame. Its memory is made by
-the reader, and the writer opens it.
+A ring (``wire.ring``) carries small frames while its reader polls. The reader makes its memory and
+the writer opens it; here a reader stops polling without missing a frame.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class UnixStream(SocketStream):
     """A Unix socket, and the rings that both ends have agreed on.
 
     Attributes:
-        ring: From which this end reads; None if there is none.
+        ring: The ring that this end reads; None if there is none.
     """
 
     transport = "unix"
@@ -52,10 +51,9 @@ class UnixStream(SocketStream):
         self._shared: SharedMemory | None = None
 
     def offer_ring(self) -> bytes:
-        """Make the ring from which this end reads; return what the peer needs to open it.
+        """Make the ring that this end reads; return what the peer needs to open it.
 
-        Raises:
-            OSError: There is no memory for it.
+        Raises ``OSError`` if there is no memory for it.
         """
         self._shared = SharedMemory(RING_NBYTES)
         self.read_ring(RingReader(self._shared.view))
@@ -73,16 +71,11 @@ class UnixStream(SocketStream):
             self._shared.close()
 
     def open_ring(self, offer: bytes) -> RingWriter:
-        """Return the ring that the peer offers to read.
-
-        Raises:
-            OSError: The system does not allow it.
-            ValueError: It is not such memory.
-        """
+        """Return the ring that the peer offers to read; raises as ``open_shared`` does."""
         return RingWriter(open_shared(self.peer_pid(), offer, _RING_SIZES))
 
     def drop_ring(self) -> None:
-        """Release the shared memory; the last thread that still looks at it frees it."""
+        """Release the shared memory; it is freed once no thread looks at it."""
         self.ring_is_open()
         self.ring = self._shared = None
 

@@ -18,72 +18,81 @@ from typing import Protocol
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.interrupts import ONCE
+from rankwire.override import override
 
 Action = Callable[[], None]
 
 
-class Wakeup:
+class EventDescriptor:
+    """A descriptor that becomes readable when another thread calls ``release``.
+
+    Lock: ``_lock`` guards the descriptor against use after ``close``, when its number may belong to
+    another file.
+    """
+
+    def __init__(self) -> None:
+        self._lock = runtime.Lock()
+        self._is_open = True
+        self._number = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._number
+
+    def release(self) -> None:
+        """Wake the thread that waits. Safe from any thread."""
+        with self._lock:
+            if self._is_open:
+                runtime.eventfd_write(self._number, 1)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._number)
+
+
+class Wakeup(EventDescriptor):
     """Actions posted by any thread, run by the thread that serves the selector.
 
-    Lock: ``_lock`` guards the descriptor against being used once closed; its number may be another
-    file's by then.
-
     Args:
-        selector: Where it is registered.
         handle: Runs an action.
     """
 
     def __init__(
         self, selector: runtime.BaseSelector, handle: Callable[[Action], None] = lambda act: act()
     ) -> None:
+        super().__init__()
         self._selector = selector
         self._handle = handle
         self._actions: deque[Action] = deque()
-        self._lock = runtime.Lock()
-        self._is_open = True
-        self._number = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
         selector.register(self, runtime.EVENT_READ, self._run)
 
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self._number
-
     def post(self, action: Action) -> None:
-        """Have ``action`` run soon. Safe from any thread; ignored once closed."""
+        """Run ``action`` soon. Safe from any thread; ignored once closed."""
         self._actions.append(action)
-        self.wake()
-
-    def wake(self) -> None:
-        """Have the selector return. Safe from any thread."""
-        with self._lock:
-            if self._is_open:
-                runtime.eventfd_write(self._number, 1)
+        self.release()
 
     def _run(self) -> None:
         runtime.eventfd_read(self._number)
         while self._actions and self._is_open:
             self._handle(self._actions.popleft())
 
+    @override
     def close(self) -> None:
-        """Take no more; what was posted and not run is dropped. Idempotent."""
-        with self._lock:
-            if self._is_open:
-                self._selector.unregister(self)
-                self._end()
+        if self._is_open:
+            self._selector.unregister(self)
+        super().close()
 
     def close_in_child(self) -> None:
         """Close this child's copies of what the parent has, see ``fork``."""
         self._lock = runtime.Lock()
-        if self._is_open:
-            self._end()
-
-    def _end(self) -> None:
-        self._is_open = False
-        os.close(self._number)
+        super().close()
 
 
 class Sleeper(Protocol):
-    """What wakes a thread that sleeps: the lock it waits for, or a bell."""
+    """Wakes a sleeping thread: the lock it waits for, or a waiter."""
 
     def release(self) -> None:
         """Wake it up."""
@@ -96,10 +105,10 @@ _release = methodcaller("release")
 
 @contextmanager
 def sleeper(clock: Clock, *places: Sleepers) -> Iterator[Callable[[float], object]]:
-    """Be about to sleep in one or several lists, where this thread can be woken up.
+    """Put a lock for this thread into lists of sleepers; yield the function that sleeps.
 
-    Within the block it looks once more and then sleeps by what this yields; a wake-up between the
-    two is not lost.
+    Within the block the thread checks once more and then sleeps; a wake-up between the two is not
+    lost.
     """
     lock = runtime.Lock()
     lock.acquire()
@@ -114,10 +123,10 @@ def sleeper(clock: Clock, *places: Sleepers) -> Iterator[Callable[[float], objec
 
 
 def wake(sleepers: Sleepers) -> None:
-    """Wake all who sleep.
+    """Wake all sleepers.
 
-    Taking one from the list and waking it are one call of a C function: an interrupt cannot fall
-    between the two.
+    One call of a C function takes one from the list and wakes it: an interrupt cannot come between
+    the two.
     """
     while sleepers:
         with suppress(IndexError, RuntimeError):  # another thread was faster, in any of its places
