@@ -91,7 +91,7 @@ class ConnectionEnd:
             try:
                 waiting = self.stream.peek(_PEEK_NBYTES)
                 if waiting and not self._is_only_a_farewell(waiting):
-                    return  # whoever reads this connection will come to it
+                    return  # the reader will come to it
                 cause = left(self.peer) if waiting else self._end_of_stream()
             except BlockingIOError:
                 return

@@ -72,7 +72,7 @@ class FirstReceive(ReceiveHandle):
             return
         for number, (inbox, receive) in enumerate(self._receives):
             if inbox.has_arrived(receive.envelope):
-                self._read(number)  # those before it have their turn, also if nobody has read them
+                self._read(number)  # inboxes before it come first, even if unread
             if self._first is not None:
                 break
             if not receive.posted:
@@ -166,7 +166,7 @@ class FirstReceive(ReceiveHandle):
         try:
             for inbox, receive in self._receives:
                 inbox.park(receive, waiter)
-            # After that: whoever reads one of these, and leaves it, rings the bell.
+            # After that: a thread that reads one of these and leaves it releases the waiter.
             streams: list[ByteStream] = []
             for inbox, _ in self._receives:
                 streams.extend(inbox.watch())

@@ -180,7 +180,7 @@ class FrameReader(ConnectionEnd):
         if self._protocol.state is ConnectionState.LEFT:
             self.outbox.failure = self.failure = self.failure or left(self.peer)
         if self.parser.violation is not None:
-            # Raised by the next read; now, so that nobody sleeps until there is more to read.
+            # Raised by the next read. Now, so that no thread sleeps until there is more to read.
             self._spoiled(self.parser.violation)
 
     def _borrow(self, loan: Loan) -> Borrowed:

@@ -156,7 +156,7 @@ class Inbox(ReadingRole):
                     break
                 if deadline.expired:
                     with self._mutex:
-                        self._wake_next()  # whoever still waits may have to read now
+                        self._wake_next()  # another waiting thread may have to read now
                     break
                 if is_silent:
                     beside = self._read_others()

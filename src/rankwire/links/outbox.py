@@ -119,7 +119,7 @@ class Outbox(FrameWriter):
         If a part has left, the rest is copied, and follows.
         """
         queued.is_withdrawn = True
-        if queued.number is None:  # and whoever is about to try it sees that it is withdrawn
+        if queued.number is None:  # a sender that is about to try it sees is_withdrawn
             return True
         with self._lock:
             if self._journal is not None:

@@ -62,7 +62,7 @@ class Reply(Receive):
     def drive(self, deadline: Deadline) -> bool:
         """Wait until it is done; False at the deadline, and then it may still come."""
         if self.done:
-            self._inbox.call_back_due()  # whoever has read it may have been interrupted before
+            self._inbox.call_back_due()  # its reader may have been interrupted before that
             return True
         self._inbox.send_held(deadline)
         return self._inbox.drive(self, deadline)

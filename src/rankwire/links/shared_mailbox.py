@@ -141,7 +141,7 @@ class SharedMailbox:
                 withdrawn = self._mailbox.withdraw(receive)
                 self._parked.wake(receive)
             except BaseException:
-                self._mailbox.tidy()  # interrupted: nobody else would come to it
+                self._mailbox.tidy()  # interrupted: no other thread would do it
                 raise
         return withdrawn
 

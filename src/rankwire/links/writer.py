@@ -163,7 +163,7 @@ class FrameWriter:
                 self._journal = (before, (frame,), True, True, counts, None)
                 try:
                     counts.extend(map(self._send, (frame,)))
-                except OSError:  # of which the next try tells
+                except OSError:  # raised again by the next try
                     counts.append(0)
                 if counts[0] == len(frame):
                     self._outgoing = (sequence + 1, ())
@@ -345,7 +345,7 @@ class FrameWriter:
             try:
                 self._on_rest()
             except BaseException:
-                self._on_rest()  # interrupted: nobody else would see to the rest
+                self._on_rest()  # interrupted: no other thread would flush the rest
                 raise
 
     def _wait_writable(self, deadline: Deadline, meanwhile: Meanwhile | None) -> None:

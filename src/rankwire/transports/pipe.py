@@ -172,7 +172,7 @@ class Pipe:
             room = 0  # a message without content, or a farewell
         data = pieces[0]
         if len(pieces) > 1 or type(data) is not bytes or len(data) > room + HEADER_NBYTES:
-            data = bytes(join_first(pieces, room + HEADER_NBYTES))  # that nobody changes
+            data = bytes(join_first(pieces, room + HEADER_NBYTES))  # a copy that does not change
         chunk = self._next_chunk(data, counts, is_cut=len(data) < offered)
         if self._chunks is _NO_CHUNKS:
             self._chunks = deque()
@@ -183,7 +183,7 @@ class Pipe:
             self._settle_writing()
             self.wake_readers()
         except BaseException:
-            self.wake_readers()  # interrupted: nobody else would
+            self.wake_readers()  # interrupted: no other thread would
             raise
         if self._route is not None and chunk.position.is_behind_message:
             self._route.on_message()
@@ -282,7 +282,7 @@ class Pipe:
                 self._flush()
         except BaseException:
             self._settle_reading()
-            wake(self.writers)  # interrupted: nobody else would
+            wake(self.writers)  # interrupted: no other thread would
             raise
 
     def peek(self, nbytes: int) -> bytes:

@@ -52,7 +52,7 @@ class Spin:
         self.now = clock.now
         self._misses = 0  # one after the other
         self._skips = 0  # still to come before the next try
-        self._seen = 0.0  # when somebody was last about to sleep
+        self._seen = 0.0  # when a thread was last about to sleep
         self.budget = most
 
     def finds(

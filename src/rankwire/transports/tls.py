@@ -91,7 +91,7 @@ class TlsStream(TcpStream):
             with suppress(OSError):
                 if not self._encrypted.pending:
                     self._encrypted.write(_NOT_TLS)
-                self._flush()  # the alert that tells the other end why
+                self._flush()  # the alert that gives the other end the reason
                 # Closing with input unread would reset the connection, and the alert with it.
                 self.sock.recv(_CHUNK_NBYTES)
             raise AuthenticationError(f"the TLS handshake failed: {_reason(error)}") from error
