@@ -1,7 +1,4 @@
-"""Nothing is too large to be read at once, unless its docstring has a line that says why.
-
-The line begins with ``Size: `` and stands in the docstring of the module or of the class.
-"""
+"""Modules, classes and functions are small enough to be read at once; only a few may be larger."""
 
 import ast
 from pathlib import Path
@@ -10,41 +7,39 @@ import rankwire
 
 SOURCE = Path(rankwire.__file__).parent
 
-MOST_LINES = 400
-MOST_METHODS = 25
-MOST_ATTRIBUTES = 15
-# Files that are still too large, or have classes that are; to be emptied.
-STILL_TOO_LARGE: set[str] = {
-    "backends/base.py", "backends/simulated_mesh.py", "mesh/call_port.py", "mesh/mesh.py",
-}  # fmt: skip
+# No module is longer than the second number, and at most so many are longer than the first.
+LINES, MOST_LINES, LONG_MODULES = 400, 500, 6
+# The same for the methods of a class; large is also a class with more attributes.
+METHODS, ATTRIBUTES, MOST_METHODS, LARGE_CLASSES = 20, 12, 30, 20
+FUNCTION_LINES, LONG_FUNCTIONS = 60, 6
+# To be split.
+STILL_TOO_LARGE = {"mesh/mesh.py", "backends/simulated_mesh.py"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def modules():
     for path in sorted(SOURCE.rglob("*.py")):
-        name = str(path.relative_to(SOURCE))
-        if name not in STILL_TOO_LARGE:
-            text = path.read_text()
-            yield name, text, ast.parse(text)
+        text = path.read_text()
+        yield str(path.relative_to(SOURCE)), text, ast.parse(text)
 
 
-def has_reason(node):
-    lines = (ast.get_docstring(node) or "").splitlines()
-    return any(line.startswith("Size: ") and len(line) > 20 for line in lines)
+def classes():
+    """Yield the module, the name, and the number of methods and attributes of each class."""
+    for name, _, tree in modules():
+        for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            methods = [item for item in cls.body if isinstance(item, FUNCTIONS)]
+            yield name, cls.name, len(methods), len(attributes_of(cls, methods))
 
 
-def methods_of(cls):
-    return [item for item in cls.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def attributes_of(cls):
-    """What ``__init__`` sets, what ``__slots__`` lists, what is declared in the body."""
+def attributes_of(cls, methods):
+    """Return what ``__init__`` sets, what ``__slots__`` lists, and what the body declares."""
     found = set()
     for item in cls.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             found.add(item.target.id)
         if isinstance(item, ast.Assign) and getattr(item.targets[0], "id", "") == "__slots__":
             found |= set(ast.literal_eval(item.value))
-    for method in methods_of(cls):
+    for method in methods:
         if method.name == "__init__":
             for node in ast.walk(method):
                 is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -53,18 +48,28 @@ def attributes_of(cls):
     return found
 
 
-def test_no_module_is_too_long():
-    lengths = {
-        name: len(text.splitlines()) for name, text, tree in modules() if not has_reason(tree)
-    }
-    assert not {name: length for name, length in lengths.items() if length > MOST_LINES}
+def test_few_modules_are_long_and_none_is_very_long():
+    lengths = {name: len(text.splitlines()) for name, text, _ in modules()}
+    long = {name: length for name, length in lengths.items() if length > LINES}
+    assert len(long) <= LONG_MODULES, long
+    assert {name for name, length in long.items() if length > MOST_LINES} <= STILL_TOO_LARGE
 
 
-def test_no_class_is_too_large():
-    too_large = []
-    for name, _, tree in modules():
-        for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-            methods, attributes = len(methods_of(cls)), len(attributes_of(cls))
-            if (methods > MOST_METHODS or attributes > MOST_ATTRIBUTES) and not has_reason(cls):
-                too_large.append(f"{name}: {cls.name}, {methods} methods, {attributes} attributes")
-    assert not too_large
+def test_few_classes_are_large_and_none_is_very_large():
+    large = [each for each in classes() if each[2] > METHODS or each[3] > ATTRIBUTES]
+    assert len(large) <= LARGE_CLASSES, large
+    assert {each[0] for each in large if each[2] > MOST_METHODS} <= STILL_TOO_LARGE
+
+
+def test_few_functions_are_long():
+    long = [
+        f"{name}: {node.name}"
+        for name, _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, FUNCTIONS) and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
+    ]
+    assert len(long) <= LONG_FUNCTIONS, long
+
+
+def test_no_docstring_argues_for_a_size():
+    assert not [name for name, text, _ in modules() if "Size: " in text]

@@ -55,8 +55,6 @@ class Network:
     Attributes:
         clock: The same.
         members: The ranks, once it has started.
-
-    Size: who is gone, and what was counted until then, is guarded by one lock.
     """
 
     def __init__(
