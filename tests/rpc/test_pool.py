@@ -88,7 +88,7 @@ def pool(source):
     pool = make_pool(source)
     yield pool
     assert pool.close(Deadline(5))
-    assert source.most_pollers == 1
+    assert source.most_pollers <= 1  # none, if the pool was closed before a thread came to poll
 
 
 def submit(source, *jobs):

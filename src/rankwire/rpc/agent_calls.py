@@ -273,24 +273,33 @@ class AgentCalls:
         Raises:
             ConfigurationError: The rank or the timeout is invalid.
         """
-        return RemoteRank(*self._calls_to(dst, timeout, self._caller.call))
+        dst, limit, description = self._settings(dst, timeout)
+
+        def rpc_sync(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name, deadline, call = self._prepare(function, limit)
+            return self._caller.call(dst, name, deadline, call, args, kwargs)
+
+        return RemoteRank(rpc_sync, description)
 
     def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
         """Return a proxy as ``to`` does; its calls return futures."""
-        return AsyncRemoteRank(*self._calls_to(dst, timeout, self._caller.start))
+        dst, limit, description = self._settings(dst, timeout)
 
-    def _calls_to(
-        self, dst: int, timeout: float | None, make: Callable[..., Any]
-    ) -> tuple[MakeCall, str]:
+        def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name, deadline, call = self._prepare(function, limit)
+            return self._caller.start(dst, name, deadline, call, args, kwargs)
+
+        return AsyncRemoteRank(rpc_async, description)
+
+    def _settings(self, dst: int, timeout: float | None) -> tuple[int, float, str]:
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
         dst = check_rank(dst, self.backend.world_size)
+        return dst, limit, f"rank {dst}, each call within {limit:g} s"
 
-        def make_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name = function if type(function) is str else self._registry.name_of(function)
-            call = serving.get()
-            return make(dst, name, self._limited(limit, call), call, args, kwargs)
-
-        return make_call, f"rank {dst}, each call within {limit:g} s"
+    def _prepare(self, function: Any, limit: float) -> tuple[str, Deadline, Call | None]:
+        name = function if type(function) is str else self._registry.name_of(function)
+        call = serving.get()
+        return name, self._limited(limit, call), call
 
     def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
         if timeout is None:

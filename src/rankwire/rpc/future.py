@@ -52,7 +52,7 @@ class UnretrievedError:
 _DISREGARDED = UnretrievedError(None)
 
 
-class LoggedFuture(Future[R]):
+class LoggedFuture(PublicDir, Future[R]):
     """A future that logs its error when it is dropped, unless the program has retrieved the error.
 
     The attributes are those of the base class (a test compares), except for the condition.
@@ -92,7 +92,7 @@ class LoggedFuture(Future[R]):
             _log.exception("a callback of %r raised", self)
 
 
-class RpcFuture(PublicDir, LoggedFuture[R]):
+class RpcFuture(LoggedFuture[R]):
     """The result of ``rpc_async``. Safe from any thread.
 
     If the call fails and the program neither calls ``result`` or ``exception`` nor awaits the
