@@ -310,11 +310,10 @@ WAITS_OF_THE_SYSTEM = {
     "transports/byte_stream.py": "poll of a descriptor",
     "transports/sockets.py": "names the events of that poll",
     "links/dialer.py": "names the events of that poll",
-    "transports/tls_contexts.py": "names the events of that poll",
+    "transports/tls.py": "names the events of that poll",
     "links/lender.py": "poll of sockets, while another process reads our memory",
     "transports/poller.py": "epoll and poll; memory_stream has the twins for simulated worlds",
-    "links/event_thread.py": "a selector of control connections",
-    "links/acceptor.py": "names the events of that selector",
+    "links/acceptor.py": "a selector of listeners and control connections",
     "transports/wakeup.py": "names the events of that selector, and of a launcher's",
     "rendezvous/secret.py": "names the events of a launcher's selector",
     **dict.fromkeys(

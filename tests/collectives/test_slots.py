@@ -26,7 +26,7 @@ from rankwire.errors import (
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 from rankwire.transports import shared_segment
 from rankwire.transports.shared_memory import CAN_SHARE
-from rankwire.wire.segment import ASLEEP
+from rankwire.transports.shared_segment import ASLEEP
 from worlds import Running, eventually, process_world, runtime_folder_of_its_own
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")

@@ -10,7 +10,7 @@ import pytest
 from rankwire.errors import ConfigurationError
 from rankwire.launch.certificates import make_certificates
 from rankwire.transports.security import files_of
-from rankwire.transports.tls_contexts import TlsContexts
+from rankwire.transports.tls import TlsContexts
 
 x509 = pytest.importorskip("cryptography.x509")
 

@@ -22,7 +22,7 @@ def test_one_rank_makes_what_another_opens():
     opened = Segments(1 << 16, REAL_TIME).open(os.getpid(), made.offer, 1, 2)
     opened.begin()
     opened.publish(5)
-    assert made.await_step(1, 1, Deadline(SOON))
+    assert made.sleeps_until(1, 1, Deadline(SOON))
 
 
 def test_a_rank_that_wants_none_neither_makes_nor_opens_one():
@@ -48,7 +48,7 @@ def test_what_cannot_be_opened_is_none_and_not_an_error():
 def test_news_reach_all_who_wait():
     segments = Segments(1 << 16, REAL_TIME)
     made = [segments.make(0, 2) for _ in range(2)]
-    waiting = [Running(each.await_step, 1, 1, Deadline(40.0)) for each in made]
+    waiting = [Running(each.sleeps_until, 1, 1, Deadline(40.0)) for each in made]
     eventually(
         lambda: segments.disturb() or all(each.done for each in waiting),
         SOON,

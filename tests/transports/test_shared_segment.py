@@ -7,8 +7,7 @@ import pytest
 
 from rankwire.clock import REAL_TIME
 from rankwire.transports.shared_memory import CAN_SHARE, SharedMemory
-from rankwire.transports.shared_segment import SharedSegment
-from rankwire.wire.segment import ASLEEP
+from rankwire.transports.shared_segment import ASLEEP, SharedSegment
 from real_time import Deadline
 from worlds import Running, eventually
 
@@ -38,6 +37,10 @@ def publish(segment):
     segment.wake_others()
 
 
+def await_step(segment, step, rank, deadline):
+    return segment.looks_until(step, rank) or segment.sleeps_until(step, rank, deadline)
+
+
 def is_asleep(segment):
     return segment.words[segment.lines[segment.rank] + ASLEEP] == 1
 
@@ -46,13 +49,13 @@ def is_asleep(segment):
 def test_who_has_published_is_not_waited_for(spin):
     near, far = make(spin=spin)
     publish(far)
-    assert near.await_step(1, 1, Deadline(0.0))
+    assert await_step(near, 1, 1, Deadline(0.0))
 
 
 @pytest.mark.parametrize("spin", SPINS)
 def test_a_sleeper_is_woken_by_who_publishes(spin):
     near, far = make(spin=spin)
-    waiting = Running(near.await_step, 1, 1, Deadline(LONG))
+    waiting = Running(await_step, near, 1, 1, Deadline(LONG))
     eventually(lambda: is_asleep(near), SOON)
     assert not waiting.done
     publish(far)
@@ -62,7 +65,7 @@ def test_a_sleeper_is_woken_by_who_publishes(spin):
 
 def test_all_sleepers_are_woken():
     near, *others = make(4)
-    waiting = [Running(other.await_step, 1, 0, Deadline(LONG)) for other in others]
+    waiting = [Running(await_step, other, 1, 0, Deadline(LONG)) for other in others]
     eventually(lambda: all(map(is_asleep, others)), SOON)
     publish(near)
     assert [each.result(SOON) for each in waiting] == [True] * 3
@@ -72,19 +75,19 @@ def test_all_sleepers_are_woken():
 def test_a_wait_ends_at_its_deadline(spin):
     near, _ = make(spin=spin)
     begin = time.monotonic()
-    assert not near.await_step(1, 1, Deadline(0.05))
+    assert not await_step(near, 1, 1, Deadline(0.05))
     assert time.monotonic() - begin >= 0.045
     assert not is_asleep(near)
 
 
 def test_news_end_a_wait_once():
     near, far = make()
-    waiting = Running(near.await_step, 1, 1, Deadline(LONG))
+    waiting = Running(await_step, near, 1, 1, Deadline(LONG))
     eventually(lambda: is_asleep(near), SOON)
     near.disturb()
     assert not waiting.result(SOON)
     publish(far)
-    assert near.await_step(1, 1, Deadline(LONG))
+    assert await_step(near, 1, 1, Deadline(LONG))
 
 
 def test_many_steps_of_two_that_sleep_lose_no_wake_up():
@@ -93,7 +96,7 @@ def test_many_steps_of_two_that_sleep_lose_no_wake_up():
     def run(segment, other):
         for number in range(1, 2000):
             publish(segment)
-            assert segment.await_step(number, other, Deadline(LONG))
+            assert await_step(segment, number, other, Deadline(LONG))
 
     runs = [Running(run, near, 1), Running(run, far, 0)]
     for each in runs:

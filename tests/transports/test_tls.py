@@ -23,8 +23,7 @@ from rankwire.launch.certificates import make_certificates
 from rankwire.links.connection import Connection
 from rankwire.transports.security import Tls
 from rankwire.transports.tcp_stream import tune_tcp
-from rankwire.transports.tls import TlsStream
-from rankwire.transports.tls_contexts import TlsContexts, _make_context, names_of_peer
+from rankwire.transports.tls import TlsContexts, TlsStream, _make_context, names_of_peer
 from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import LAUNCHER
 from real_time import Deadline

@@ -1,7 +1,7 @@
 """Slots: the shared memory in which the ranks of a host exchange small messages.
 
 The first operation of a group, and the first after a failure, agree on a new segment
-(``wire.segment``), whatever an interrupted rank has left in the old one. Then every rank writes its
+(``Segment``), whatever an interrupted rank has left in the old one. Then every rank writes its
 slot and waits until all others have published theirs under the same tag. In a group over several
 hosts either all hosts use their segments or none does.
 

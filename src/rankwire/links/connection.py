@@ -2,7 +2,7 @@
 
 ``outbox.Outbox`` writes, from any thread. A large payload to a process of this host is lent instead
 (``lender``): the frame describes it, and the peer copies it out of this process's memory.
-``frame_reader`` reads, ``connection_end`` ends a connection, ``wire.protocol`` begins it.
+``frame_reader`` reads and ends a connection, ``wire.protocol`` begins it.
 """
 
 from __future__ import annotations

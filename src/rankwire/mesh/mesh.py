@@ -27,9 +27,8 @@ from rankwire.errors import (
 )
 from rankwire.fork import guard, invalidate
 from rankwire.links.connection import Connection
-from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
-from rankwire.links.receive_handle import PeerReceive, ReceiveHandle
+from rankwire.links.receive_handle import FirstReceive, PeerReceive, ReceiveHandle
 from rankwire.links.send_handle import SendHandle, offer, post
 from rankwire.mesh.call_port import GroupCallPort, MeshCallPort
 from rankwire.mesh.calls import Serving

@@ -21,8 +21,7 @@ from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.seals import Protection
 
 if TYPE_CHECKING:
-    from rankwire.transports.tls import TlsStream
-    from rankwire.transports.tls_contexts import TlsContexts
+    from rankwire.transports.tls import TlsContexts, TlsStream
 
 Security = Literal["auto", "local", "auth", "tls", "insecure"]
 Integrity = Literal["crc", "mac"]
@@ -161,7 +160,7 @@ def choose_policy(
     full_mac = integrity == "mac"
     if tls is not None:
         # Most jobs do without, and it loads ssl.
-        from rankwire.transports.tls_contexts import TlsContexts
+        from rankwire.transports.tls import TlsContexts
 
         return Policy("tls", tls=TlsContexts(tls))
     if security == "tls":

@@ -5,8 +5,8 @@ sends the number of its descriptor, and the others open it by ``/proc``: the ker
 processes of one user that see each other. It cannot be made smaller, which would kill a process
 that reads beyond the end, and a token in it identifies it.
 
-Where any of this is not possible, sockets carry everything. ``wire.ring`` and ``wire.segment`` use
-the memory, and leave the token's word alone.
+Where any of this is not possible, sockets carry everything. ``wire.ring`` and ``shared_segment``
+use the memory, and leave the token's word alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""TLS around a TCP connection, as a stream.
+"""TLS around a TCP connection, as a stream, and whom it trusts.
 
 TLS 1.3 only, certificates required of both ends, no tickets. The handshake inside
 (``wire.handshake``) says which rank each end is, and has the listener's certificate in its MAC.
-``tls_contexts`` decides whose certificates are trusted, and for which rank.
 
 OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
 So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
@@ -15,27 +14,43 @@ Two things differ from a socket:
 - Encrypted bytes may be here although the socket takes no more. Then the last byte counts as not
   sent; the sender repeats it, as after any partial send, and so sends the rest.
 
-An interrupt (Ctrl-C) between two steps of encrypting or decrypting fails the connection: the bytes
-that OpenSSL had at that moment are lost. While waiting, it does no harm.
+An interrupt between two steps of encrypting or decrypting fails the connection: the bytes that
+OpenSSL had at that moment are lost. While waiting, it does no harm.
 """
 
 from __future__ import annotations
 
+import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
-from rankwire.errors import AuthenticationError, ProtocolError
+from rankwire.deadline import Deadline
+from rankwire.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DeadlineExceededError,
+    NoConnectionError,
+    ProtocolError,
+    RankwireError,
+)
 from rankwire.override import override
 from rankwire.transports.byte_stream import join_first
+from rankwire.transports.private_files import name_of_open, open_private
+from rankwire.transports.sockets import wait_patiently
 from rankwire.transports.tcp_stream import TcpStream
+from rankwire.wire.handshake import LAUNCHER
 
 if TYPE_CHECKING:
+    from rankwire.transports.security import Tls
     from rankwire.wire.frames import Buffer
 
+_LAUNCHER_NAME = "launcher"
+_ANY_NAME = "any"
 # Encrypted or read in one go: long enough to be efficient, short enough for the lock.
 _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5
@@ -65,8 +80,6 @@ class TlsStream(TcpStream):
         self._end: str | None = None  # empty at the end of the stream, else why it has failed
         self._under_way = _UnderWay()
         self._records: _Records | None = _Records()  # until the first read
-
-    # -- the TLS handshake -------------------------------------------------------------------------
 
     @override
     def shake_hands(self) -> bool:
@@ -118,8 +131,8 @@ class TlsStream(TcpStream):
     def peek(self, nbytes: int) -> bytes:
         """Return the beginning of the decrypted input without removing it.
 
-        Raises ``AuthenticationError`` if TLS has failed; usually the other end refuses our
-        certificate, which it can say only now.
+        Raises ``AuthenticationError`` if TLS has failed: the other end can refuse our certificate
+        only now.
         """
         buffer = bytearray(nbytes)
         with self._lock:
@@ -253,8 +266,7 @@ class TlsStream(TcpStream):
 class _UnderWay:
     """Whether bytes are between OpenSSL and the caller or the socket.
 
-    A thread that finds one of these set knows that another one was interrupted there, and that some
-    bytes are missing.
+    A thread that finds one set knows that another was interrupted there, and bytes are missing.
     """
 
     decrypting: bool = False
@@ -290,3 +302,112 @@ def _reason(error: ssl.SSLError) -> str:
     detail = getattr(error, "verify_message", "")
     reason = (error.reason or str(error)).replace("_", " ").lower()
     return f"{reason} ({detail})" if detail else reason
+
+
+class TlsContexts:
+    """The certificate and the trust that the connections of one rank share.
+
+    Raises:
+        ConfigurationError: The files cannot be used.
+    """
+
+    def __init__(self, files: Tls) -> None:
+        self._names = files.names
+        if "{rank}" not in files.names and files.names != _ANY_NAME:
+            raise ConfigurationError(
+                f'the names of ranks in certificates have a {{rank}}, or are "{_ANY_NAME}" if they '
+                f"are not to be checked: names={files.names!r}"
+            )
+        try:
+            self._dialling = _make_context(ssl.PROTOCOL_TLS_CLIENT, files)
+            self._accepting = _make_context(ssl.PROTOCOL_TLS_SERVER, files)
+            self._certificate = _first_certificate(files.cert)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise ConfigurationError(
+                f"the TLS files cert={files.cert}, key={files.key}, ca={files.ca} "
+                f"cannot be used: {reason}"
+            ) from error
+
+    def dial(
+        self, sock: runtime.Socket, deadline: Deadline, check: Callable[[], None]
+    ) -> TlsStream:
+        """Open TLS on a connected, non-blocking socket; the stream owns it once this returns.
+
+        Calls ``check`` as ``sockets.connect`` does. Raises ``AuthenticationError`` if one end does
+        not accept the other's certificate or version, ``NoConnectionError`` if the other end closed
+        the connection, ``DeadlineExceededError`` if it did not answer in time.
+        """
+        stream = TlsStream(sock, self._dialling, server_side=False)
+        while True:
+            try:
+                if stream.shake_hands():
+                    break
+            except RankwireError:
+                raise  # some of ours are also OSErrors
+            except OSError as error:
+                raise NoConnectionError(
+                    f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=,"
+                    " all launchers --tls?"
+                ) from error
+            if not wait_patiently(sock, runtime.POLLIN, deadline, check):
+                raise DeadlineExceededError(deadline.limit, detail="no answer in the TLS handshake")
+        certificate = stream.session.getpeercert(binary_form=True)
+        if not certificate:
+            raise AuthenticationError("the other end has shown no certificate")
+        stream.binding = sha256(certificate).digest()
+        return stream
+
+    def accept(self, sock: runtime.Socket) -> TlsStream:
+        """Begin TLS on an accepted socket; the caller then calls ``shake_hands``."""
+        stream = TlsStream(sock, self._accepting, server_side=True)
+        stream.binding = sha256(self._certificate).digest()
+        return stream
+
+    def objection_to(self, stream: TlsStream, who: int) -> str:
+        """Return why the peer is not this rank or ``LAUNCHER``; empty if it is."""
+        if self._names == _ANY_NAME:
+            return ""
+        is_launcher = who == LAUNCHER
+        wanted = _LAUNCHER_NAME if is_launcher else self._names.replace("{rank}", str(who))
+        shown = names_of_peer(stream)
+        if wanted in shown:
+            return ""
+        return (
+            f"its certificate is of {' and '.join(map(repr, shown)) or 'nobody by name'}, and that "
+            f"of {'a launcher' if is_launcher else f'rank {who}'} is of {wanted!r} (Tls(names=))"
+        )
+
+
+def names_of_peer(stream: TlsStream) -> list[str]:
+    """Return the DNS names and URIs in the peer's certificate."""
+    found: Any = stream.session.getpeercert() or {}
+    names = found.get("subjectAltName", ())
+    return [name for kind, name in names if kind in ("DNS", "URI")]
+
+
+def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # names are those of ranks, see objection_to
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_TICKET
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    context.load_verify_locations(cafile=os.fspath(files.ca))
+    with open_private(files.key, named=f"the TLS key {os.fspath(files.key)}") as key:
+        # This name means the file that was checked, whatever its own means by now. A function, or
+        # OpenSSL would ask the terminal for the passphrase of an encrypted key.
+        context.load_cert_chain(files.cert, name_of_open(key), password=_no_passphrase)
+    return context
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase")
+
+
+def _first_certificate(path: str | os.PathLike[str]) -> bytes:
+    with open(path) as file:
+        text = file.read()
+    start, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[start : end + len(ssl.PEM_FOOTER)] + "\n")

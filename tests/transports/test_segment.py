@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.wire.segment import ASLEEP, Segment, is_segment_of, segment_nbytes
+from rankwire.transports.shared_segment import ASLEEP, Segment, is_segment_of, segment_nbytes
 
 TAG = 0xABCDEF << 16
 

@@ -6,8 +6,8 @@ from connected import socket_pair
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
 from rankwire.links.connection import Connection
-from rankwire.links.first_receive import FirstReceive
 from rankwire.links.inbox import Inbox
+from rankwire.links.receive_handle import FirstReceive
 from rankwire.transports.poller import PollWaiter
 from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Channel, whole_of
