@@ -311,7 +311,6 @@ WAITS_OF_THE_SYSTEM = {
     "transports/sockets.py": "names the events of that poll",
     "links/dialer.py": "names the events of that poll",
     "transports/tls.py": "names the events of that poll",
-    "links/lender.py": "poll of sockets, while another process reads our memory",
     "transports/poller.py": "epoll and poll; memory_stream has the twins for simulated worlds",
     "links/acceptor.py": "a selector of listeners and control connections",
     "transports/wakeup.py": "names the events of that selector, and of a launcher's",

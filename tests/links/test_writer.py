@@ -533,7 +533,7 @@ class FakeStream:
         return seconds > 0
 
 
-def make_writer(stream, *, on_rest=None):
+def make_writer(stream, *, on_rest=lambda: None):
     """Return a writer whose owner keeps the first cause, and the list of causes."""
     causes = []
 

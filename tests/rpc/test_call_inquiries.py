@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.links.inbox import Inbox
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Inbox, Reply
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.rpc.call_cycles import Key
 from rankwire.rpc.call_inquiries import ActiveCalls

@@ -74,15 +74,15 @@ def step_by_step(parser, stream):
     """Feed a stream as a connection does; return the frames, and whether some are special."""
     view, frames, is_special = memoryview(stream), [], False
 
-    def receive_into(room):
+    def read(room, counts):
         nonlocal view
         count = min(len(room), len(view))
         room[:count] = view[:count]
         view = view[count:]
-        return count
+        counts.append(count)
 
     while view:
-        parser.read(receive_into)
+        parser.read_by(read)
         state, special = parser.parse()
         parser.commit(state)
         frames += map(fields_of, parser.frames)

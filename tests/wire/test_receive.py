@@ -76,7 +76,7 @@ def stream_of(*messages, seal=None):
         header = pack_header(key, len(payload), number)
         rest = [payload]
         if seal is not None:
-            rest = seal.around(number, header, key[1], [payload], len(payload))
+            rest, _ = seal.around(number, header, key[1], ([payload], len(payload)))
         stream += b"".join([header, *rest])
     return stream
 

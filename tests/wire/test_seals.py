@@ -30,7 +30,7 @@ def frame(sequence, payload=b"", *, channel=Channel.CALL, group=0, tag=7, seal=N
     header = pack_header((group, channel, tag), len(payload), sequence)
     seal = seal or Seal(KEY)
     counted = sequence if number is None else number
-    return b"".join([header, *seal.around(counted, header, channel, [payload], len(payload))])
+    return b"".join([header, *seal.around(counted, header, channel, ([payload], len(payload)))[0]])
 
 
 def parser(**options):
@@ -351,13 +351,13 @@ def test_a_forged_farewell_is_not_believed():
 
 
 @pytest.mark.parametrize("full_mac", [False, True], ids=["crc", "mac"])
-@pytest.mark.parametrize("sizes", [[SLICE_NBYTES + 1], [5, 0, 3 * SLICE_NBYTES, 7], [0, 100]])
+@pytest.mark.parametrize("sizes", [[SLICE_NBYTES + 1], [5, 0, 3 * SLICE_NBYTES, 7]])
 def test_a_seal_that_is_made_while_its_frame_leaves_is_the_same(sizes, full_mac):
     seal = Seal(KEY, full_mac=full_mac)
     payload = [random.Random(size).randbytes(size) for size in sizes]
     nbytes = sum(sizes)
     header = pack_header((0, Channel.MESSAGE, 7), nbytes, 3)
-    buffers, coming = seal.begin_around(3, header, Channel.MESSAGE, payload, nbytes)
+    buffers, coming = seal.around(3, header, Channel.MESSAGE, (payload, nbytes))
     steps = 0
     while coming.go_on():
         steps += 1

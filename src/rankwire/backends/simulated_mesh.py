@@ -25,8 +25,8 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
+from rankwire.links.inbox import Reply
 from rankwire.links.receive_handle import ReceiveHandle
-from rankwire.links.reply import Reply
 from rankwire.links.send_handle import SendHandle
 from rankwire.mesh.call_port import MeshCallPort
 from rankwire.mesh.group_ranks import GroupRanks

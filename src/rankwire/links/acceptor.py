@@ -79,10 +79,7 @@ class EventThread:
             self.clock.sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
 
     def call_every(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run ``action`` repeatedly. On this thread, or before ``start``.
-
-        Connections that are readable at the same moment are read first.
-        """
+        """Run ``action`` repeatedly, after reading. On this thread, or before ``start``."""
         self._timers.append(_Timer(seconds, action, Deadline(seconds, self.clock)))
 
     def call_no_more(self, action: Callable[[], None]) -> None:
@@ -171,8 +168,7 @@ class EventThread:
             for key, _ in self._selector.select(due):
                 if self._closing:
                     return
-                # A handler may have ended another one's registration in the same round, and its
-                # number may have been taken by a newcomer.
+                # A handler may have ended this registration, and another taken its number.
                 if self._selector.get_map().get(key.fd) is key:
                     self._handle(key.data)
             for timer in self._timers:
@@ -253,8 +249,6 @@ class Acceptor(EventThread):
             stranger.stream.close()
         self._strangers.clear()
 
-    # -- accepting ---------------------------------------------------------------------------------
-
     def _accept(self, listener: Listener) -> None:
         for _ in range(_ACCEPTS_A_ROUND):  # a flood must not keep handshakes from going on
             try:
@@ -294,16 +288,11 @@ class Acceptor(EventThread):
         self._register(stranger.stream, runtime.EVENT_READ, partial(self._advance, stranger))
 
     def _sweep(self) -> None:
-        """Close the connections whose time has passed.
-
-        One timer serves all: with one each, the CPU time of N handshakes would grow with N squared.
-        """
+        """Close the connections whose time has passed. With a timer each, it would be N squared."""
         for stranger, deadline in list(self._strangers.items()):
             if not deadline.expired:
                 return
             self._drop(stranger, "no handshake in time")
-
-    # -- handshakes --------------------------------------------------------------------------------
 
     def _advance(self, stranger: _Stranger) -> None:
         try:

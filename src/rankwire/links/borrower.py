@@ -2,7 +2,7 @@
 
 The receiving thread copies it straight to its destination; for a receive that is only posted, the
 thread that reads the connection does (``bring_to``). A receipt then releases the sender. The other
-end is ``lender``, the protocol ``wire.loans``. The lock of a ``Borrowed`` guards its state.
+end is ``lender``, the protocol ``wire.loans``. Lock: that of a ``Borrowed`` guards its state.
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, ProtocolError, RankwireError
 from rankwire.interrupts import call_and_note
-from rankwire.links.memory import (
-    READ,
-    WORD_NBYTES,
-    WRITE,
-    Vector,
-    address_of,
-    allocate,
-    transfer,
-)
+from rankwire.links.memory import READ, WORD_NBYTES, WRITE, Vector, address_of, allocate, transfer
 from rankwire.wire.array_messages import HEAD_NBYTES
 from rankwire.wire.frames import UnreadPayload
 from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan
@@ -36,8 +29,11 @@ _DECISION_PATIENCE = 1.0
 _NAP = 50e-6  # until the next look whether it has
 
 
+@dataclass(eq=False, repr=False)
 class Borrowed(UnreadPayload):
     """A payload in the memory of another process.
+
+    Each step is noted before the next, so that after an interrupt it is not taken twice.
 
     Args:
         fail: Called with the cause if that process is gone; returns the error to raise.
@@ -46,26 +42,19 @@ class Borrowed(UnreadPayload):
         place: The memory of a posted receive to which the payload is or was copied.
     """
 
-    def __init__(
-        self,
-        loan: Loan,
-        pid: int,
-        peer: int,
-        clock: Clock,
-        fail: Callable[[RankwireError], RankwireError],
-    ) -> None:
-        self._loan = loan
-        self._pid = pid
-        self._peer = peer
-        self._clock = clock
-        self._fail = fail
-        self.translate: Callable[[RankwireError], None] | None = None
+    _loan: Loan
+    _pid: int
+    _peer: int
+    _clock: Clock
+    _fail: Callable[[RankwireError], RankwireError]
+    translate: Callable[[RankwireError], None] | None = None
+    place: Destination | None = None
+
+    def __post_init__(self) -> None:
         self._lock = runtime.Lock()
         self._revoked = False
-        # Each step is noted before the next, so that after an interrupt it is not taken twice.
         self._memory: bytearray | None = None  # all of it, once it was read
-        self._beginning: bytearray | None = None
-        self.place: Destination | None = None
+        self._beginning = bytearray()
         self._is_in_place = False
         self._receipt: list[int] = []  # what writing the receipt returned
         self._is_settled = False
@@ -83,10 +72,7 @@ class Borrowed(UnreadPayload):
         """Copy a part of the payload into a view, out of the sender's memory."""
         if len(view):
             with self._lock:
-                if self._memory is not None:  # read as a whole by a thread that was interrupted
-                    view[:] = memoryview(self._memory)[start : start + len(view)]
-                else:
-                    self._pull(start, view)
+                self._pull(start, view)
 
     def whole(self) -> bytearray:
         """Return a copy of the payload, and release the sender."""
@@ -107,7 +93,7 @@ class Borrowed(UnreadPayload):
     def beginning(self) -> memoryview:
         """Return the first bytes, by which a destination decides whether the rest belongs there."""
         with self._lock:
-            if self._beginning is None:
+            if not self._beginning:
                 beginning = bytearray(min(HEAD_NBYTES, len(self)))
                 self._pull(0, memoryview(beginning))
                 self._beginning = beginning
@@ -116,21 +102,16 @@ class Borrowed(UnreadPayload):
     def bring_to(self, place: Destination) -> Placed:
         """Copy the payload without its head to a destination, and release the sender.
 
-        Safe to repeat after an interrupt. Call ``beginning`` first. The caller keeps the owner of
-        the destination from using that memory meanwhile.
+        Safe to repeat. Call ``beginning`` first. Meanwhile nothing else uses the destination.
         """
         with self._lock:
             start = len(self) - len(place.view)
             if self.place is not place:
                 self.place, self._is_in_place = place, False
             if not self._is_in_place:
-                if self._memory is None:
-                    self._pull(start, place.view)
-                else:
-                    place.view[:] = memoryview(self._memory)[start:]
+                self._pull(start, place.view)
                 self._is_in_place = True
             self._release()
-            assert self._beginning is not None
             return Placed(bytes(self._beginning[:start]), place)
 
     def vacate(self) -> None:
@@ -138,7 +119,6 @@ class Borrowed(UnreadPayload):
         with self._lock:
             place = self.place
             if place is not None and self._is_in_place and self._memory is None and self._receipt:
-                assert self._beginning is not None
                 memory = self._allocate()
                 start = len(memory) - len(place.view)
                 memory[:start] = self._beginning[:start]
@@ -152,6 +132,9 @@ class Borrowed(UnreadPayload):
             self._release()
 
     def _pull(self, start: int, view: memoryview) -> None:
+        if self._memory is not None:  # read as a whole by a thread that was interrupted
+            view[:] = memoryview(self._memory)[start : start + len(view)]
+            return
         if self._revoked:
             raise MessageWithdrawnError("the sender took the message back")
         if self._receipt:

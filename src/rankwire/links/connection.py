@@ -47,8 +47,8 @@ class Connection(FrameReader):
     Args:
         sock: Connected and authenticated: a stream, or a non-blocking socket. Owned from now on.
         max_nbytes: Largest payload accepted from the peer.
-        on_rest: Called when the peer took only a part of a frame in time; has the rest flushed once
-            the peer takes more. Any thread, with the send lock held.
+        on_rest: Called in any thread, with the send lock held, when the peer took only a part of a
+            frame in time; has the rest flushed once the peer takes more.
         incoming: Whether the peer dialled. If it then closes without having sent anything, it gave
             up dialling, which is no failure.
         single_copy: Whether to read and share memory with the peer where the kernel allows it.
@@ -76,7 +76,7 @@ class Connection(FrameReader):
         spin: Spin | None = None,
         on_lost: Callable[[RankwireError], RankwireError] | None = None,
         on_left: Callable[[RankwireError], RankwireError] | None = None,
-        on_rest: Callable[[Connection], None] | None = None,
+        on_rest: Callable[[Connection], None] = lambda connection: None,
         incoming: bool = False,
         single_copy: bool = True,
         seals: Seals | None = None,
@@ -117,12 +117,12 @@ class Connection(FrameReader):
             stream,
             peer=peer,
             seal=None if seals is None else seals.outgoing,
-            on_rest=None if on_rest is None else lambda: on_rest(self),
+            on_rest=lambda: on_rest(self),
             fail=self.fail,
             explain=self._why_not_sent,
         )
-        self.send_small = self.outbox.send  # ``send`` for less than ``lend_from``, without a hop
-        self.post_small = self.outbox.post  # the same, without waiting
+        self.send_small = self.outbox.send
+        self.post_small = self.outbox.post
         self.at_once = Deadline(0.0, clock)
         self._lent: list[Lent] = []  # posted, until the peer has read it
         guard(self)
@@ -175,8 +175,7 @@ class Connection(FrameReader):
 
         The deadline includes the frames of other threads before it. With ``hold``, a small frame
         may stay here until the next one leaves; the caller flushes soon. While the peer takes no
-        more, the thread reads ``meanwhile``, perhaps with the send lock held, so that two ends
-        which both send first do not block each other.
+        more, the thread reads ``meanwhile``, perhaps with the send lock held.
 
         Raises:
             DeadlineExceededError: The peer did not take it in time. If ``may_have_arrived``, it
@@ -200,9 +199,9 @@ class Connection(FrameReader):
         self.send(*BELL, deadline)
 
     def introduce(self, *, is_read: bool = True) -> None:
-        """Notify a peer of this host whether we can read its memory. At once, on a new connection.
+        """Notify a peer of this host whether we can read its memory; offer a ring if much is read.
 
-        With ``is_read``, much will be read here, and a ring is offered first.
+        At once, on a new connection.
         """
         if isinstance(self.stream, UnixStream):
             if is_read and self._may_offer:
@@ -249,10 +248,8 @@ class Connection(FrameReader):
     def await_introduction(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """Wait until a peer of this host has introduced itself, on a connection we dialled.
 
-        Calls ``check`` repeatedly; an exception from it ends the wait.
-
-        Raises:
-            DeadlineExceededError: The peer has not introduced itself in time.
+        Calls ``check`` repeatedly; an exception from it ends the wait. Raises
+        ``DeadlineExceededError`` if the peer has not introduced itself in time.
         """
         while self.can_lend is None and self.failure is None:
             if self.read_ready() is None and self.can_lend is None:

@@ -20,13 +20,7 @@ from rankwire.transports import stream_of
 from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.security import UNPROTECTED, Policy
 from rankwire.transports.sockets import wait_patiently
-from rankwire.wire.handshake import (
-    CHALLENGE_NBYTES,
-    NONCE_NBYTES,
-    VERDICT_NBYTES,
-    Hello,
-    Initiator,
-)
+from rankwire.wire.handshake import CHALLENGE_NBYTES, NONCE_NBYTES, VERDICT_NBYTES, Hello, Initiator
 from rankwire.wire.seals import Seals
 
 HANDSHAKE_LIMIT = 5.0  # seconds for the handshake with a stranger
@@ -45,10 +39,8 @@ def authenticate(
     """Prove to the other end that this one has the key, and verify the same of it.
 
     If this raises, the caller still has to close ``sock``. ``check`` is called repeatedly while
-    waiting; an exception from it ends the wait.
-
-    Returns:
-        The stream, inside TLS if the policy wants it, and the seals of its frames, if any.
+    waiting; an exception from it ends the wait. Returns the stream, inside TLS if the policy wants
+    it, and the seals of its frames, if any.
 
     Raises:
         AuthenticationError: The other end does not have the key, refuses our proof, cannot do TLS,

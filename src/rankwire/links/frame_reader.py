@@ -120,10 +120,7 @@ class ConnectionEnd:
         return self.parser.is_farewell(waiting)
 
     def _farewell_is_waiting(self) -> bool:
-        """Whether the last bytes in the stream are a farewell, which is always the last frame.
-
-        The reader may not have come to it, and a connection that is only written has no reader.
-        """
+        """Whether the last bytes in the stream are a farewell, which is always the last frame."""
         try:
             waiting = self.stream.peek(_PEEK_NBYTES)
         except OSError:
@@ -132,7 +129,7 @@ class ConnectionEnd:
 
     def fail(self, cause: RankwireError) -> RankwireError:
         """Fail the connection and wake its threads; return the first cause, ready to be raised."""
-        # First of all, for what follows can wait and be interrupted: nothing can be sent any more.
+        # First of all, for what follows can wait and be interrupted.
         cause = self._ending = self._ending or cause.kept()
         self.stream.shut_down()
         if self.failure is None:
@@ -155,8 +152,7 @@ class ConnectionEnd:
 
 
 _FIRST_SLEEP, LONGEST_SLEEP = 1e-3, 0.1
-# Reads that may follow a deadline, as long as there is more of the message: a limit of zero takes
-# what has arrived, also if that is large.
+# Reads that may follow a deadline: a limit of zero takes what has arrived, also if that is large.
 _LAST_READS = 256
 
 
@@ -182,7 +178,7 @@ class FrameReader(ConnectionEnd):
         """Return the next frames; none at the deadline, or after a while of silence.
 
         Returns early when one of the streams ``beside`` can be read; None limits the wait to a
-        millisecond. Otherwise as ``receive_ready``.
+        millisecond.
         """
         longest = _FIRST_SLEEP if beside is None else LONGEST_SLEEP
         late_reads = 0
@@ -205,13 +201,10 @@ class FrameReader(ConnectionEnd):
         return self.parser.state[0]
 
     def receive_ready(self) -> deque[Frame] | None:
-        """Return the frames that have come; None if there is nothing to read.
+        """Return the frames that have come; None if there is nothing to read. Does not wait.
 
-        For one reader at a time; does not wait. The caller removes each frame that it takes: the
-        next call returns the others again, also after an interrupt.
-
-        Raises:
-            RankwireError: The connection has failed; frames before that were returned earlier.
+        The caller removes each frame that it takes: the next call returns the others again. Raises
+        ``RankwireError`` if the connection has failed.
         """
         parser = self.parser
         if parser.state[0]:

@@ -1,15 +1,13 @@
 """Receive what one peer sends on one connection: the thread that waits is the thread that reads.
 
 Any number of threads wait at once. One of them has the *reading role* (``reading_role``): it reads
-the connection, completes other threads' receives as their messages come (``delivery``), and passes
-the role on when its own is complete. So no thread stands between the socket and the receiver; a
-hand-over costs 60-100 us, a whole call without one 12-28 us.
+the connection, completes other threads' receives as their messages come, and passes the role on
+when its own is complete. So no thread stands between the socket and the receiver; a hand-over costs
+60-100 us, a whole call without one 12-28 us.
 
 After a millisecond a waiting thread also reads what other ranks have sent (``lookout``), so that
-every posted operation of this rank makes progress.
-
-The connection may come after the first receive: the peer dials when it first sends. Sleeping
-threads, the mutex and interrupts are in ``shared_mailbox``; the mutex is not held while reading.
+every posted operation of this rank makes progress. The connection may come after the first receive:
+the peer dials when it first sends.
 """
 
 from __future__ import annotations
@@ -26,15 +24,14 @@ from rankwire.links.connection import Connection
 from rankwire.links.lender import Meanwhile
 from rankwire.links.reading_role import ReadingRole
 from rankwire.transports.byte_stream import ByteStream
-from rankwire.wire.frames import Payload
+from rankwire.wire.frames import Envelope, Payload, whole_of
 from rankwire.wire.mailbox import Mailbox
 from rankwire.wire.receive import PostedReceive, Receive
 
 _log = logging.getLogger("rankwire")
 
 _CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
-# So long a thread reads its own connection only, because most messages come sooner; then it looks
-# at those of other ranks as well.
+# So long a thread reads its own connection only, because most messages come sooner.
 ALONE = 1e-3
 _LONGEST_NAP = 0.1  # of a thread that sleeps where it sees no connection
 
@@ -104,10 +101,8 @@ class Inbox(ReadingRole):
     def wait(self, receive: Receive, deadline: Deadline) -> Payload:
         """Return the message of a posted receive, reading for other threads meanwhile.
 
-        Raises:
-            DeadlineExceededError: It did not come in time; the receive is cancelled, and the
-                message stays receivable.
-            RankwireError: The peer has failed.
+        Raises ``DeadlineExceededError`` if it did not come in time; the receive is cancelled, and
+        the message stays receivable.
         """
         try:
             if not self.drive(receive, deadline) or receive.error is not None:
@@ -136,9 +131,7 @@ class Inbox(ReadingRole):
         nap = ALONE
         try:
             while not receive.done and receive.posted:
-                # Both in one step, so that no wake-up falls between the look at the role and the
-                # sleep.
-                with self._mutex:
+                with self._mutex:  # one step: no wake-up falls between the look and the sleep
                     if self._reader is None and self.connection and not self._arrived.full:
                         self._reader = token
                         self.turns += 1
@@ -219,7 +212,7 @@ class Inbox(ReadingRole):
             finally:
                 self.call_back_due()
             if not is_read:
-                # Somebody else reads and will end receives; look again when that may have happened.
+                # Another thread reads and will end receives; look again when that may have been.
                 self._clock.sleep(min(0.001, deadline.sleep_limit()))
             if not any(came):
                 beside = self._read_others()
@@ -259,3 +252,54 @@ class Inbox(ReadingRole):
         elif self.connection is None:
             detail = "it has not sent anything yet"
         return DeadlineExceededError(deadline.limit, waiting_for=[self.peer], detail=detail)
+
+
+class Reply(Receive):
+    """The pending reply of one call, which knows its inbox. Every method is safe from any thread.
+
+    Attributes:
+        translate: Puts an error into the terms of a group of ranks, if the call is one's.
+    """
+
+    __slots__ = ("_inbox", "request_id", "translate")
+
+    def __init__(
+        self, envelope: Envelope, on_done: Callable[[Receive], None] | None, inbox: Inbox
+    ) -> None:
+        self.envelope = envelope
+        self.nbytes = None
+        self.into = None
+        self.done = False
+        self.posted = False
+        self._cell = []
+        self.error = None
+        self.on_done = on_done
+        self._inbox = inbox
+        self.request_id = envelope[2]
+        self.translate: Callable[[RankwireError], None] | None = None
+
+    def wait(self, deadline: Deadline) -> bytearray:
+        """Return the reply, reading for other threads meanwhile; withdraw it at the deadline."""
+        try:
+            payload = self._inbox.wait(self, deadline)
+            return payload if type(payload) is bytearray else whole_of(payload)
+        except RankwireError as error:
+            if self.translate is not None:
+                self.translate(error)
+            raise
+
+    def drive(self, deadline: Deadline) -> bool:
+        """Wait until it is done; False at the deadline, and then it may still come."""
+        if self.done:
+            self._inbox.call_back_due()  # its reader may have been interrupted before that
+            return True
+        self._inbox.send_held(deadline)
+        return self._inbox.drive(self, deadline)
+
+    def withdraw(self) -> bool:
+        """Cancel the reply; False if it has come already."""
+        return self._inbox.withdraw(self)
+
+    def abort(self, error: RankwireError) -> bool:
+        """Fail the reply at this end, within 0.1 s for a waiting thread; False if it has come."""
+        return self._inbox.abort(self, error)

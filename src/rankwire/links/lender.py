@@ -1,12 +1,10 @@
 """Lend memory of this process to a process of this host, and wait until it was read.
 
-``lend`` returns a ``Lent`` and the description to send; ``wait`` waits for the receipt. The other
-end is ``borrower``, the protocol ``wire.loans``. The kernel copies straight from the lender's
-arrays into the borrower's destination: 64 MiB in 6 ms where a Unix socket takes 20 to 30.
+The other end is ``borrower``, the protocol ``wire.loans``. The kernel copies straight from the
+lender's arrays into the borrower's destination: 64 MiB in 6 ms where a Unix socket takes 20 to 30.
 
-The words that peers read and write are in an *arena* that is never freed: a late receipt must not
-land in memory that means something else by now. A pair of words is used again only after its
-receipt has come.
+The words that peers read and write are in an *arena* that is never freed, and are used again only
+after their receipt: a late one must not land in memory that means something else by now.
 
 Locks: ``_Arena._lock`` guards the free pairs, that of a ``Lent`` its state. Only the arena's are
 taken under a ``Lent``'s.
@@ -24,6 +22,7 @@ from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.fork import guard
 from rankwire.links.memory import WORD_NBYTES, address_of
+from rankwire.transports.poller import wait_readable
 from rankwire.transports.spin import Spin
 from rankwire.wire.frames import Buffer
 from rankwire.wire.loans import DECIDING, MAX_PIECES, REFUSED, REVOKED, LoanRefusedError, pack_loan
@@ -35,22 +34,19 @@ _PAIR_NBYTES = 2 * WORD_NBYTES
 _ARENA_NBYTES = 64 << 10
 _NONE = 0
 
-# How a lender waits: it looks all the time while the receipt may come any moment, then in naps of
-# an eighth of what it has waited, so that it is late by that much at most.
+# A lender polls while the receipt may come any moment, then naps for an eighth of what it has
+# waited, so that it is late by that much at most.
 _LOOK_FOR = 200e-6
 _SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
-# So long the peer may just be copying; then the lender looks for what others have sent. What it
-# fetches for later is copied once more, so it should not be in a hurry.
+# So long the peer may just be copying; then the lender reads what others have sent. What it fetches
+# for later is copied once more.
 _MEANWHILE_AFTER = 1e-3
 _SLOW_COPY = 4e9  # bytes a second, half of what was measured
 _LOOK_FOR_END_EVERY = 0.05
 
 
 class Meanwhile(Protocol):
-    """What a thread reads while its peer does not take what it sends.
-
-    So ranks which all send first do not block each other.
-    """
+    """What a thread reads while its peer takes nothing, so that ranks which all send go on."""
 
     def watch(self) -> Sequence[ByteStream]:
         """Return the streams to wait for."""
@@ -148,10 +144,7 @@ class Lent:
         return self.is_settled or self._buffers is None
 
     def revoke(self) -> bool:
-        """End the loan now; return whether the peer had read it. Idempotent.
-
-        If not, the peer sees that in the guard, whenever it looks.
-        """
+        """End the loan now; return whether the peer had read it. Idempotent."""
         try:
             return self._end()
         except BaseException:
@@ -178,10 +171,8 @@ class Lent:
     ) -> bool:
         """Wait for the receipt; False at the deadline, and then the loan stands.
 
-        ``look_for_end`` raises if the connection has ended; the thread reads ``meanwhile``.
-
-        Raises:
-            LoanRefusedError: The peer cannot read the memory.
+        ``look_for_end`` raises if the connection has ended; the thread reads ``meanwhile``. Raises
+        ``LoanRefusedError`` if the peer cannot read the memory.
         """
         pair, number, now = self._pair, self.number, deadline.clock.now
         patience = _MEANWHILE_AFTER + self._nbytes / _SLOW_COPY
@@ -199,19 +190,9 @@ class Lent:
             if deadline.expired or self._buffers is None:
                 return False
             if meanwhile is not None and waited > patience:
-                _wait_readable(meanwhile.watch(), _LONGEST_NAP)
+                wait_readable(meanwhile.watch(), _LONGEST_NAP)
                 if pair[1] != number:  # else what has come is best left to the thread that wants it
                     meanwhile.read()
             else:
                 deadline.clock.sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))
         return True
-
-
-def _wait_readable(streams: Sequence[ByteStream], seconds: float) -> None:
-    if any(stream.before_sleep() for stream in streams):
-        return
-    poller = runtime.poll()
-    for stream in streams:
-        if (number := stream.fileno()) >= 0:
-            poller.register(number, runtime.POLLIN)
-    poller.poll(int(seconds * 1000))

@@ -1,8 +1,7 @@
 """Allocate memory for messages, and copy memory of other processes.
 
 The kernel lets processes of one user copy from each other, unless Yama's ``ptrace_scope``, a
-container's seccomp filter or separate pid namespaces forbid it; ``probe`` finds out. ``lender`` and
-``borrower`` know what the bytes mean.
+container's seccomp filter or separate pid namespaces forbid it; ``probe`` finds out.
 """
 
 from __future__ import annotations

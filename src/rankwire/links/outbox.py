@@ -2,11 +2,8 @@
 
 A message that the peer does not take at once waits here, in the memory of its owner, which does not
 change until it has left. It leaves when any thread sends to the same peer or waits for it, or when
-the stream takes more (``on_rest``): there is no thread for that.
-
-Order: a queued message leaves before any frame that is sent later, so a sender first sends what is
-queued. It releases the send lock from time to time, so that an owner whose deadline has passed can
-take its memory back.
+the stream takes more (``on_rest``), and before any frame that is sent later. A sender releases the
+send lock from time to time, so that an owner whose deadline has passed can take its memory back.
 
 A message stays in ``waiting`` until all of it has left. A part of it has left once the writer has
 used the number of its frame.
@@ -14,13 +11,14 @@ used the number of its frame.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import starmap
 
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.interrupts import ONCE
 from rankwire.links.lender import Meanwhile
-from rankwire.links.writer import JOIN_NBYTES, FrameWriter, seal_message
+from rankwire.links.writer import JOIN_NBYTES, FrameWriter
 from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
 from rankwire.wire.seals import SealInProgress
 
@@ -28,21 +26,15 @@ _TURN = 0.05  # seconds that one thread has the send lock for what others have p
 _PAUSE = 0.0005  # and then lets go of it
 
 
+@dataclass(slots=True, eq=False)
 class Queued:
-    """A message that waits to be sent.
+    """A message that waits to be sent."""
 
-    Attributes:
-        number: The number of its frame, set before it is first tried.
-    """
-
-    __slots__ = ("envelope", "is_withdrawn", "message", "number", "outbox")
-
-    def __init__(self, outbox: Outbox, envelope: Envelope, message: Message) -> None:
-        self.outbox = outbox
-        self.envelope = envelope
-        self.message = message
-        self.number: int | None = None
-        self.is_withdrawn = False
+    outbox: Outbox
+    envelope: Envelope
+    message: Message
+    number: int | None = None  # of its frame, set before it is first tried
+    is_withdrawn: bool = False
 
 
 class Outbox(FrameWriter):
@@ -51,10 +43,8 @@ class Outbox(FrameWriter):
     def post(self, envelope: Envelope, message: Message, at_once: Deadline) -> Queued | None:
         """Send one message without waiting, with a deadline that is over.
 
-        Returns what to wait for, while its buffers must not change; None if they are free.
-
-        Raises:
-            RankwireError: The connection has failed; the message is not sent.
+        Returns what to wait for, while its buffers must not change; None if they are free. Raises
+        ``RankwireError`` if the connection has failed, and the message is not sent.
         """
         if message[1] <= JOIN_NBYTES and not self.waiting:
             try:
@@ -80,8 +70,7 @@ class Outbox(FrameWriter):
         try:
             self.flush(at_once)
         except DeadlineExceededError:
-            if self._on_rest is not None:
-                self._on_rest()
+            self._on_rest()
 
     def has_left(self, queued: Queued) -> bool:
         """Whether all of a message has left."""
@@ -91,27 +80,20 @@ class Outbox(FrameWriter):
 
     def finish(self, queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None) -> bool:
         """Send until all of a message has left; False if the deadline passes first."""
-        grip: list[bool] = []
-        try:
-            while not self.has_left(queued):
-                try:
-                    self._take_lock(grip, deadline.sooner(_TURN))
-                    if self._sends_waiting(grip, deadline, meanwhile, queued):
-                        break
-                except DeadlineExceededError:
-                    if deadline.expired:
-                        break
-            return self.has_left(queued)
-        except BaseException:
-            if grip[-1:] == [True]:
-                try:
-                    self._put_in_order(True)
-                finally:  # as in ``send``
-                    self._put_in_order(True)
-            raise
-        finally:
-            if grip[-1:] == [True]:
-                self._lock.release()
+        return self._locked(self._finish_queued, queued, deadline, meanwhile)
+
+    def _finish_queued(
+        self, grip: list[bool], queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None
+    ) -> bool:
+        while not self.has_left(queued):
+            try:
+                self._take_lock(grip, deadline.sooner(_TURN))
+                if self._sends_waiting(grip, deadline, meanwhile, queued):
+                    break
+            except DeadlineExceededError:
+                if deadline.expired:
+                    break
+        return self.has_left(queued)
 
     def withdraw(self, queued: Queued) -> bool:
         """Free the memory of a message; return whether nothing of it has left. Idempotent.
@@ -178,5 +160,5 @@ class Outbox(FrameWriter):
         header = HEADER.pack(channel, sequence & SEQUENCE_MASK, group, tag, nbytes)
         if self._seal is None:
             return [header, *buffers], None
-        pieces, coming = seal_message(self._seal, sequence, header, channel, queued.message)
+        pieces, coming = self._seal.around(sequence, header, channel, queued.message)
         return [header, *pieces], coming

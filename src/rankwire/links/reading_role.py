@@ -56,8 +56,8 @@ class DeliveryMailbox(SharedMailbox):
     def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one.
 
-        A lent message for which there is no room stays with the connection until there is, and so
-        do all frames after it.
+        A lent message for which there is no room stays with the connection, and so do all frames
+        after it.
         """
         assert self.connection is not None
         if self.connection.has_parcels:
@@ -158,8 +158,7 @@ class DeliveryMailbox(SharedMailbox):
             self._mailbox.vacated(receive)
 
 
-# After the deadline: what has come by then may lie behind other messages. But a peer that goes on
-# sending those must not hold the reader for ever.
+# After the deadline: what has come by then may lie behind other messages.
 _LATE_READS = 16
 _MOST_READS = 16  # of a rank that is not the one waited for: it may always have more
 
@@ -171,7 +170,7 @@ class ReadingRole(DeliveryMailbox):
         on_unread: Called with this inbox, without locks, when a thread has left the role and no
             other took it, while a receive is attended to.
         is_armed: Whether a poller watches the connection; set by its owner.
-        turns: How often the role was taken; it does not change while no thread reads.
+        turns: How often the role was taken.
     """
 
     on_unread: Callable[[Any], None] | None = None
@@ -187,10 +186,7 @@ class ReadingRole(DeliveryMailbox):
         return [] if self._arrived.full else [connection.stream]
 
     def read(self) -> bool:
-        """Read some of what has come, for a thread that waits for something else.
-
-        Returns whether this thread could read.
-        """
+        """Read some of what has come, for a thread that waits elsewhere; whether it could read."""
         if self.connection is None or self._arrived.full:
             return False
         return self._read_alone(partial(self._read_ready, most=_MOST_READS))
@@ -233,7 +229,7 @@ class ReadingRole(DeliveryMailbox):
     def attend_to(self, receive: Receive) -> None:
         """Have the reader call ``on_unread`` when it leaves, until a receive is done.
 
-        Call it before checking for a reader: a reader leaves first, and looks for this second.
+        Call it before checking for a reader: a reader leaves before it looks for this.
         """
         with self._mutex:
             self._attended.append(receive.envelope)
@@ -271,9 +267,9 @@ class ReadingRole(DeliveryMailbox):
         token: object,
         beside: Sequence[ByteStream] | None,
     ) -> bool:
-        """Read, with the role, until the receive is done or a callback is due.
+        """Read, with the role, until the receive is done or a callback is due; else return True.
 
-        Returns whether it ended before, after a silence or for one of the streams ``beside``.
+        That is after a silence, or for one of the streams ``beside``.
         """
         connection, arrived = self.connection, self._arrived
         assert connection is not None

@@ -1,8 +1,7 @@
 """Expect a message: what its receiver holds until it has come and has been read.
 
-A large message may still be in the sender's memory when it has come. ``ReceiveHandle.take`` reads
-it straight to its destination, and releases the sender. ``PeerReceive`` expects it from one peer,
-``FirstReceive`` from the first of several that sends one.
+``PeerReceive`` expects it from one peer, ``FirstReceive`` from the first of several that sends one.
+A large message may still be in the sender's memory when it has come; ``take`` releases that.
 """
 
 from __future__ import annotations
@@ -14,12 +13,7 @@ from typing import Any, TypeVar
 
 from rankwire import runtime
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    DeadlineExceededError,
-    PeerLostError,
-    RankwireError,
-    SizeMismatchError,
-)
+from rankwire.errors import DeadlineExceededError, PeerLostError, RankwireError, SizeMismatchError
 from rankwire.links.inbox import ALONE, Inbox
 from rankwire.links.lender import Meanwhile
 from rankwire.override import override
@@ -74,7 +68,7 @@ class ReceiveHandle(ABC):
 
         Raises:
             DeadlineExceededError: It has not come, and is still expected.
-            MessageWithdrawnError: The sender withdrew it before it was read; expect the next one.
+            MessageWithdrawnError: The sender withdrew it; expect the next one.
             RankwireError: It will not come; nothing is written to its place any more.
         """
         try:
@@ -96,10 +90,7 @@ class ReceiveHandle(ABC):
             raise self._explained(error) from error.__cause__
 
     def take_now(self, deadline: Deadline, read: Callable[[Payload], T]) -> T:
-        """Do as ``take``, but only once: a message that does not come in time is given up.
-
-        If reading fails, or is interrupted, the message is dropped.
-        """
+        """Do as ``take``, but once: what does not come in time, or cannot be read, is given up."""
         try:
             try:
                 payload = self._wait(deadline)

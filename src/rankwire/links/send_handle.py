@@ -7,6 +7,7 @@ reads them out of this process's memory, or because the message waits to leave.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwire.deadline import Deadline
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rankwire.links.connection import Connection
 
 
+@dataclass(slots=True, eq=False)
 class SendHandle:
     """A sent message whose buffers are still in use.
 
@@ -28,29 +30,12 @@ class SendHandle:
             own ranks.
     """
 
-    __slots__ = (
-        "_connection",
-        "_envelope",
-        "_meanwhile",
-        "_message",
-        "_posted",
-        "explain",
-    )
-
-    def __init__(
-        self,
-        connection: Connection,
-        posted: Lent | Queued,
-        envelope: Envelope,
-        message: Message,
-        meanwhile: Meanwhile | None,
-    ) -> None:
-        self._connection = connection
-        self._posted = posted
-        self._envelope = envelope
-        self._message = message
-        self._meanwhile = meanwhile
-        self.explain: Callable[[RankwireError], RankwireError] | None = None
+    _connection: Connection
+    _posted: Lent | Queued
+    _envelope: Envelope
+    _message: Message
+    _meanwhile: Meanwhile | None
+    explain: Callable[[RankwireError], RankwireError] | None = None
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until the buffers are free; False if the deadline passes first."""
@@ -82,12 +67,7 @@ class SendHandle:
         return False
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until the buffers are free; if that fails, withdraw the message and raise.
-
-        Raises:
-            DeadlineExceededError: The peer did not take the message, and will not get it.
-            RankwireError: The connection has failed.
-        """
+        """Wait until the buffers are free; if that fails, withdraw the message and raise."""
         is_taken = False
         try:
             is_taken = self.wait(deadline)
@@ -109,10 +89,7 @@ class SendHandle:
         return posted.outbox.has_left(posted) if isinstance(posted, Queued) else posted.is_over
 
     def revoke(self) -> bool:
-        """Free the buffers now; return whether the message arrives, or may. Idempotent.
-
-        If it does not, it is as if it had never been sent.
-        """
+        """Free the buffers now; return whether the message arrives, or may. Idempotent."""
         return _take_back(self._posted)
 
 
@@ -131,8 +108,8 @@ def offer(
 ) -> SendHandle | None:
     """Send one message, but do not wait for a peer that reads it out of this process's memory.
 
-    The thread reads ``while_sending`` or ``meanwhile`` while it sends; the handle reads
-    ``meanwhile``. Returns None if the buffers are free.
+    The thread reads ``while_sending`` or ``meanwhile``, the handle ``meanwhile``. Returns None if
+    the buffers are free.
     """
     reading = while_sending or meanwhile
     if message[1] >= connection.lend_from and connection.can_lend:
@@ -140,9 +117,7 @@ def offer(
         if loan is not None:
             lent, description = loan
             try:
-                connection.send_small(
-                    _lent_under(envelope), _parcel(description), deadline, False, reading
-                )
+                connection.send_small(*_loan(envelope, description), deadline, False, reading)
                 return SendHandle(connection, lent, envelope, message, meanwhile)
             except BaseException:
                 try:
@@ -155,10 +130,7 @@ def offer(
 
 
 def post(
-    connection: Connection,
-    envelope: Envelope,
-    message: Message,
-    meanwhile: Meanwhile | None = None,
+    connection: Connection, envelope: Envelope, message: Message, meanwhile: Meanwhile | None = None
 ) -> SendHandle | None:
     """Send one message without waiting. Returns None if the buffers are free.
 
@@ -176,7 +148,7 @@ def post(
         else:
             posted, description = loan
             connection.keep(posted)
-            connection.post_small(_lent_under(envelope), _parcel(description), connection.at_once)
+            connection.post_small(*_loan(envelope, description), connection.at_once)
         return SendHandle(connection, posted, envelope, message, meanwhile)
     except BaseException:
         if posted is not None:
@@ -187,10 +159,7 @@ def post(
         raise
 
 
-def _lent_under(envelope: Envelope) -> Envelope:
+def _loan(envelope: Envelope, description: bytes) -> tuple[Envelope, Message]:
+    """Return the frame that describes a loan."""
     group, channel, tag = envelope
-    return group, channel | LOAN, tag
-
-
-def _parcel(description: bytes) -> Message:
-    return (description,), len(description)
+    return (group, channel | LOAN, tag), ((description,), len(description))

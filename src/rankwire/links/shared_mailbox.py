@@ -1,15 +1,13 @@
 """A mailbox for many threads: a thread that waits sleeps, and is woken when its receive is done.
 
-It knows no connection: an ``inbox`` reads one. Of the *reading role* it knows only the holder,
-because a thread that leaves must wake one that may have to take the role.
+It knows no connection, and of the *reading role* only the holder: a thread that leaves must wake
+one that may have to take the role.
 
 Locks: one *mutex* guards the mailbox, the role and the parked threads; it is never held while
-sleeping or calling back.
+sleeping, reading or calling back.
 
-A signal (Ctrl-C) may end a thread in here between any two bytecodes. Messages are safe: they are in
-the connection, in the mailbox or with their receive, and move in one step (``wire.mailbox``). The
-thread restores roles, lists and sleepers on its way out (``_recover``), twice: a second interrupt
-may come during the first time.
+Messages move in one step (``wire.mailbox``). After an interrupt the thread restores roles, lists
+and sleepers on its way out (``_recover``), twice: a second one may come during the first time.
 """
 
 from __future__ import annotations
@@ -62,10 +60,7 @@ class ParkedThreads:
                 del self.asleep[receive]
 
     def wake(self, receive: Receive) -> bool:
-        """Wake all threads that wait for a receive; return whether there were any.
-
-        There are none if a thread was interrupted after it had woken them.
-        """
+        """Wake all threads that wait for a receive; return whether there were any."""
         locks = self.asleep.get(receive, [])
         woken = bool(locks)
         wake(locks)
@@ -98,8 +93,7 @@ class SharedMailbox:
         self._clock = clock
         self._mailbox = mailbox
         self._mutex = runtime.Lock()
-        # Who has the reading role: a token of one visit. Not the receive, for which several threads
-        # may wait.
+        # The token of one visit; not the receive, for which several threads may wait.
         self._reader: object | None = None
         self.due = mailbox.due
         self.wanted_by = mailbox.wanted_by
@@ -146,10 +140,7 @@ class SharedMailbox:
         return withdrawn
 
     def abort(self, receive: Receive, error: RankwireError) -> bool:
-        """Fail a receive; False if it is done already.
-
-        A thread that waits for it and has the reading role notices within 0.1 s.
-        """
+        """Fail a receive; False if it is done already. Its reader notices within 0.1 s."""
         with self._mutex:
             try:
                 if not self._mailbox.withdraw(receive):
@@ -256,12 +247,10 @@ class SharedMailbox:
         """Whether some thread has the reading role."""
         return self._reader is not None
 
-    # -- threads that wait, or leave by an exception -----------------------------------------------
-
     def _recover(self, token: object | None) -> None:
         """Restore the state after an interrupt in this thread. Safe to repeat.
 
-        Wakes all threads: their messages may have been delivered without a wake-up.
+        Wakes all threads: some may have been served without a wake-up.
         """
         self.was_interrupted = True
         with self._mutex:
@@ -287,10 +276,7 @@ class SharedMailbox:
             self._parked.wake_one()
 
     def give_up(self, receive: Receive) -> None:
-        """Cancel the receive of a thread that leaves by an exception. Safe to repeat.
-
-        No wake-up is lost with it, and its message is left to other receives.
-        """
+        """Cancel the receive of a thread that leaves by an exception. Safe to repeat."""
         receive.posted = False
         self._recover(receive)
         receive.fetch()

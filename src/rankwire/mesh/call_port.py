@@ -23,8 +23,7 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, ForkedProcessError, RankwireError
 from rankwire.fork import guard
 from rankwire.links.connection import Connection
-from rankwire.links.inbox import Inbox
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Inbox, Reply
 from rankwire.links.send_handle import SendHandle, offer
 from rankwire.mesh.calls import (
     OWN,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rankwire.deadline import Deadline
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Reply
 from rankwire.mesh.presence import UNATTENDED, Presence
 from rankwire.wire.frames import Message
 from rankwire.wire.receive import Receive

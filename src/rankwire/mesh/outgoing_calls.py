@@ -23,8 +23,7 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.links.connection import Connection
-from rankwire.links.inbox import Inbox
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Inbox, Reply
 from rankwire.mesh.peers import dial_alone
 from rankwire.wire.frames import Channel, Message
 from rankwire.wire.handshake import Purpose

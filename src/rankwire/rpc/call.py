@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RankwireError
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Reply
 from rankwire.mesh.calls import CallPort
 from rankwire.public_dir import PublicDir
 

@@ -25,7 +25,7 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Reply
 from rankwire.mesh.calls import CallPort
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.call_cycles import NestedWaits

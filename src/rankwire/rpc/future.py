@@ -17,7 +17,7 @@ from rankwire import runtime
 from rankwire.clock import SafeCondition
 from rankwire.deadline import Deadline
 from rankwire.finalizers import hand_over
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Reply
 from rankwire.public_dir import PublicDir
 from rankwire.rpc.call import Call, serving
 from rankwire.wire.receive import Receive

@@ -13,15 +13,15 @@ from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.transports.byte_stream import ByteStream, Listener
+from rankwire.transports.sockets import SocketListener
 from rankwire.transports.tcp_stream import (
     TcpAddress,
     TcpStream,
     dial_tcp,
     listen_tcp,
     start_listening,
-    tcp_listener,
 )
-from rankwire.transports.unix_stream import UnixStream, dial_unix, listen_unix, unix_listener
+from rankwire.transports.unix_stream import UnixStream, dial_unix, listen_unix
 
 __all__ = ["TRANSPORTS", "Scheme", "dial", "listen", "listener_of", "stream_of"]
 
@@ -32,25 +32,18 @@ class Scheme(NamedTuple):
     """How processes reach each other by addresses of one scheme."""
 
     dial: _Dial  # takes what follows the scheme, a deadline, and what to call while waiting
-    listen: Callable[[str], Listener]
+    listen: Callable[[str], runtime.Socket | Listener]
 
 
-def _listen_tcp(where: str) -> Listener:
+def _listen_tcp(where: str) -> runtime.Socket:
     sock = listen_tcp(TcpAddress.parse(where))
     start_listening(sock)
-    return tcp_listener(sock)
-
-
-def _listen_unix(where: str) -> Listener:
-    return unix_listener(listen_unix(where))
+    return sock
 
 
 # By scheme. Worlds in one process make their streams in pairs (``memory_stream``), and TLS wraps a
 # TCP connection (``security.Policy``): neither has an address.
-TRANSPORTS = {
-    "tcp": Scheme(dial_tcp, _listen_tcp),
-    "unix": Scheme(dial_unix, _listen_unix),
-}
+TRANSPORTS = {"tcp": Scheme(dial_tcp, _listen_tcp), "unix": Scheme(dial_unix, listen_unix)}
 
 
 def dial(address: str, deadline: Deadline, check: Callable[[], None] = lambda: None) -> ByteStream:
@@ -69,7 +62,7 @@ def dial(address: str, deadline: Deadline, check: Callable[[], None] = lambda: N
 def listen(address: str) -> Listener:
     """Listen at an address of the same form; raises ``ConfigurationError`` if that fails."""
     scheme, where = _find(address)
-    return scheme.listen(where)
+    return listener_of(scheme.listen(where))
 
 
 def _find(address: str) -> tuple[Scheme, str]:
@@ -81,13 +74,13 @@ def _find(address: str) -> tuple[Scheme, str]:
 
 def stream_of(sock: runtime.Socket | ByteStream) -> ByteStream:
     """Return a connected socket as a stream; a stream as it is."""
-    if isinstance(sock, ByteStream):
-        return sock
-    return UnixStream(sock) if sock.family == runtime.AF_UNIX else TcpStream(sock)
+    return sock if isinstance(sock, ByteStream) else _kind_of(sock)(sock)
 
 
 def listener_of(sock: runtime.Socket | Listener) -> Listener:
     """Return a listening socket as a listener; a listener as it is."""
-    if not isinstance(sock, runtime.Socket):
-        return sock
-    return unix_listener(sock) if sock.family == runtime.AF_UNIX else tcp_listener(sock)
+    return SocketListener(sock, _kind_of(sock).admit) if isinstance(sock, runtime.Socket) else sock
+
+
+def _kind_of(sock: runtime.Socket) -> type[UnixStream | TcpStream]:
+    return UnixStream if sock.family == runtime.AF_UNIX else TcpStream

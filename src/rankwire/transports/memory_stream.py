@@ -1,6 +1,6 @@
 """Streams in memory: two ends in one process, without descriptors, and how a thread waits for them.
 
-Two pipes (``pipe``) are a connection, one each way; each end is a ``ByteStream``.
+Two pipes (``pipe``) are a connection, one each way.
 """
 
 from __future__ import annotations
@@ -96,10 +96,9 @@ class MemoryStream(ByteStream):
 def memory_pair(
     limit: int, clock: Clock, there: Route | None = None, back: Route | None = None
 ) -> tuple[MemoryStream, MemoryStream]:
-    """Return two ends that are connected.
+    """Return two connected ends, each of which takes ``limit`` bytes, or one larger message.
 
-    A writer waits while one direction has more than ``limit`` bytes; a single message may be
-    larger. ``there`` delays the messages of the first end, ``back`` those of the second.
+    ``there`` delays the messages of the first end, ``back`` those of the second.
     """
     one, other = Pipe(limit, there), Pipe(limit, back)
     return MemoryStream(other, one, clock), MemoryStream(one, other, clock)

@@ -5,12 +5,10 @@ there is room for (what has no content always has), and what was written before 
 read. A pipe that is *cut* loses what is not visible by then. Late messages need no thread: a
 sleeping reader knows when the next one is visible.
 
-A signal may end a thread between any two bytecodes. What is written or read is so from the moment
-at which it is noted in the list that the caller gave. So a chunk carries that list, and the next
-writer or reader puts in order what it finds.
-
-Nothing here takes a lock: each field belongs to the writer or the reader, or is set once; and
-deques and lists change in one step.
+What is written or read is so from the moment at which it is noted in the list that the caller gave.
+So a chunk carries that list, and after an interrupt the next writer or reader puts in order what it
+finds. No locks: each field belongs to the writer or the reader, or is set once; and deques and
+lists change in one step.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rankwire.transports.byte_stream import join_first
@@ -50,11 +48,6 @@ class Position(NamedTuple):
     def is_at_header(self) -> bool:
         """Whether the next byte begins a frame."""
         return not self.left and not self.head
-
-    @property
-    def is_behind_message(self) -> bool:
-        """Whether a message has just been completed."""
-        return self.is_message and self.is_at_header
 
 
 @dataclass(slots=True, eq=False)
@@ -106,62 +99,36 @@ class _Chunk(NamedTuple):
         return len(self.counts) > self.nth
 
 
+_AT_HEADER = Position()
 _MOST_FLUSHERS = 2  # one that runs, and the next
 _NO_CHUNKS: deque[_Chunk] = deque()  # of all pipes that were never written to
 
 
+@dataclass(slots=True, eq=False)
 class Pipe:
-    """One direction of a stream.
+    """One direction of a stream."""
 
-    Args:
-        limit: Bytes above which nothing more is taken, unless the pipe is empty.
-    """
-
-    __slots__ = (
-        "_chunks",
-        "_cut_at",
-        "_flushers",
-        "_is_ended",
-        "_is_midway",
-        "_last",
-        "_limit",
-        "_position",
-        "_read_to",
-        "_reading",
-        "_route",
-        "_written_to",
-        "on_news",
-        "readers",
-        "writers",
-    )
-
-    def __init__(self, limit: int, route: Route | None) -> None:
-        self._limit = limit
-        self._route = route
-        self._chunks = _NO_CHUNKS
-        # The writer's.
-        self._last: _Chunk | None = None  # while it is being written
-        self._written_to = 0
-        self._position = Position()
-        self._is_midway = False  # whether the rest of a frame is to follow
-        # The reader's.
-        self._reading: tuple[list[int], int] | None = None
-        self._read_to = 0
-        # Anybody's.
-        self._is_ended = False
-        self._cut_at: float | None = None
-        self.readers: Sleepers = []  # of threads that sleep
-        self.writers: Sleepers = []
-        self.on_news: Callable[[], None] | None = None  # a poller's
-        self._flushers: list[Callable[[], None]] = []
-
-    # -- the writer --------------------------------------------------------------------------------
+    _limit: int  # bytes above which nothing more is taken, unless the pipe is empty
+    _route: Route | None
+    _chunks: deque[_Chunk] = field(default_factory=lambda: _NO_CHUNKS)
+    # The writer's.
+    _last: _Chunk | None = None  # while it is being written
+    _written_to: int = 0
+    _position: Position = _AT_HEADER
+    _is_midway: bool = False  # whether the rest of a frame is to follow
+    # The reader's.
+    _reading: tuple[list[int], int] | None = None
+    _read_to: int = 0
+    # Anybody's.
+    _is_ended: bool = False
+    _cut_at: float | None = None
+    readers: Sleepers = field(default_factory=list)  # threads that sleep
+    writers: Sleepers = field(default_factory=list)
+    on_news: Callable[[], None] | None = None  # a poller's
+    _flushers: list[Callable[[], None]] = field(default_factory=list)
 
     def write(self, pieces: Sequence[Buffer], counts: list[int]) -> None:
-        """Take the beginning of several pieces, as far as there is room, and note how much.
-
-        Raises ``BlockingIOError`` if there is no room, ``BrokenPipeError`` if the pipe has ended.
-        """
+        """Take the beginning of several pieces, as far as there is room, and note how much."""
         self._settle_writing()
         if self._is_over:
             raise BrokenPipeError(errno.EPIPE, "the stream has ended")
@@ -185,7 +152,8 @@ class Pipe:
         except BaseException:
             self.wake_readers()  # interrupted: no other thread would
             raise
-        if self._route is not None and chunk.position.is_behind_message:
+        position = chunk.position
+        if self._route is not None and position.is_message and position.is_at_header:
             self._route.on_message()
 
     def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:
@@ -261,10 +229,7 @@ class Pipe:
     # -- the reader --------------------------------------------------------------------------------
 
     def read(self, buffer: memoryview, counts: list[int]) -> None:
-        """Fill the beginning of a buffer and note how much; 0 at the end.
-
-        Raises ``BlockingIOError`` if there is nothing to read now.
-        """
+        """Fill the beginning of a buffer and note how much; 0 at the end."""
         self._settle_reading()
         is_over = self._is_over  # before the look at what is there
         nbytes = self._fill(buffer, is_read=True)

@@ -1,13 +1,13 @@
 """Pollers and waiters: one thread waits for several streams.
 
-A ``Poller`` returns the *key* of a stream that can be read. It watches a stream all the time, or
-once after ``arm``, so that another thread may read it meanwhile without waking the poller. A
-``Waiter`` waits once, and other threads release it like a lock. ``memory_stream`` has both for
-worlds in one process.
+A ``Poller`` watches a stream all the time, or once after ``arm``, so that another thread may read
+it meanwhile without waking the poller. A ``Waiter`` waits once, and other threads release it like a
+lock. ``memory_stream`` has both for worlds in one process.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -125,8 +125,8 @@ class EpollPoller:
             return None
         if number != self._last and number in self._watched:
             last = self._hiding.get(self._last)
-            # If that has hidden input it stays the last one, which is asked next time; not now, or
-            # a stream that always has some would keep the others from their turn.
+            # With hidden input it stays the last one, which is asked next time; not now, or a
+            # stream that always has some would keep the others from their turn.
             if last is None or not last.before_sleep():
                 self._expect(number)
         return self._keys.get(number)
@@ -174,12 +174,18 @@ class PollWaiter(EventDescriptor):
 
     def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
         """Sleep until there is input, ``release`` was called, or the time has passed."""
-        if any(stream.before_sleep() for stream in streams):
-            return
-        poller = runtime.poll()
-        poller.register(self._number, runtime.POLLIN)
-        for stream in streams:
-            if (number := stream.fileno()) >= 0:
-                poller.register(number, runtime.POLLIN)
-        if self._spin.finds(partial(poller.poll, 0), []) is None:
-            poller.poll(int(seconds * 1000.0) + 1)
+        wait_readable(streams, seconds, self._number, spin=self._spin)
+
+
+def wait_readable(
+    streams: Sequence[ByteStream], seconds: float, also: int = -1, spin: Spin | None = None
+) -> None:
+    """Sleep until a stream or one more descriptor has input, or the time has passed."""
+    if any(stream.before_sleep() for stream in streams):
+        return
+    poller = runtime.poll()
+    for number in (also, *(stream.fileno() for stream in streams)):
+        if number >= 0:
+            poller.register(number, runtime.POLLIN)
+    if spin is None or spin.finds(partial(poller.poll, 0), []) is None:
+        poller.poll(math.ceil(seconds * 1000.0))

@@ -1,8 +1,7 @@
 """Choose how connections are protected: the modes that users name, as a policy for each connection.
 
-Both ends of a connection ask their own ``Policy``: the dialling end offers what its policy says,
-the listening end refuses less than its own demands. Nothing is negotiated and nothing falls back.
-``SECURITY.md`` says what each mode protects against. ``ssl`` is loaded only for TLS.
+The dialling end offers what its policy says, the listening end refuses less than its own demands.
+Nothing is negotiated. ``SECURITY.md`` says what each mode protects against.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def certificate_files(home: Path, who: CertificateHolder) -> Tls:
 def files_of(folder: str | os.PathLike[str], who: CertificateHolder) -> Tls:
     """Return the files of a launcher or a rank in a folder that ``rankwire certificates`` made.
 
-    Raises:
-        ConfigurationError: Some are missing, or cannot be read; the text names them.
+    Raises ``ConfigurationError``, which names them, if some are missing or cannot be read.
     """
     files = certificate_files(Path(folder), who)
     missing = [
@@ -107,10 +105,7 @@ class Policy:
         return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
 
     def dial(self, stream: ByteStream, deadline: Deadline, check: Callable[[], None]) -> ByteStream:
-        """Wrap a stream that this end has opened in TLS, if the policy wants it.
-
-        Raises as ``TlsContexts.dial`` does.
-        """
+        """Wrap a stream that this end has opened in TLS, if the policy wants it."""
         if self.tls is None or stream.exposure == "none":
             return stream
         return self.tls.dial(_socket_of(stream), deadline, check)

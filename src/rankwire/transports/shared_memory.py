@@ -42,13 +42,10 @@ _TOKEN = 24  # which word of eight bytes it is
 
 
 class SharedMemory:
-    """Memory made by this process, zeroed.
+    """Memory made by this process, zeroed; raises ``OSError`` if the system does not allow it.
 
     Attributes:
         offer: What the other process needs in order to open it.
-
-    Raises:
-        OSError: The system has no memory, or does not allow it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -112,9 +109,8 @@ def _mapped(descriptor: int, nbytes: int) -> memoryview:
 def open_shared(pid: int, offer: bytes, sizes: range) -> memoryview:
     """Open the memory that process ``pid``, by the kernel's word, has offered.
 
-    Raises:
-        OSError: The system does not allow it.
-        ValueError: It is not such memory, or its size is not among ``sizes``.
+    Raises ``OSError`` if the system does not allow it, ``ValueError`` if it is not such memory or
+    its size is not among ``sizes``.
     """
     try:
         number, nbytes, token = _OFFER.unpack(offer)

@@ -106,11 +106,8 @@ def connect(
 ) -> None:
     """Connect a socket to an address, called ``name`` in errors; close it if that fails.
 
-    Calls ``check`` repeatedly while waiting; an exception from it ends the wait.
-
-    Raises:
-        NoConnectionError: No process listens there.
-        DeadlineExceededError: No answer in time.
+    Calls ``check`` repeatedly while waiting; an exception from it ends the wait. Raises
+    ``NoConnectionError`` if no process listens there, ``DeadlineExceededError`` without an answer.
     """
     try:
         try:

@@ -1,22 +1,18 @@
 """Spin: how long a reader polls before it sleeps.
 
-Waking a sleeping thread costs 30-60 us, a poll of the socket 1 us (a blocking round trip against a
-polling one), so a reader polls for a short while first. That pays only if the answer comes soon and
-a core is free: a reader that has polled in vain sleeps at once the next time.
+Waking a sleeping thread costs 30-60 us, a poll of the socket 1 us, so a reader polls for a short
+while first. A reader that has polled in vain sleeps at once the next time.
 
 Two ranks that answer each other quickly must not both end up asleep: each then finds the other too
-slow to poll for, because it has to be woken, and on a busy virtual machine that takes longer than a
-whole budget. Such waits follow each other closely. So while they do, a few are polled for with a
-larger budget, which spans the waking of the other rank; then one now and then, after a varying
-number of waits, so that both try at once before long.
+slow to poll for, because it has to be woken, which may take longer than a whole budget. So while
+waits follow each other closely, a few are polled for with a larger budget, which spans the waking
+of the other rank; then one now and then, after a varying number of waits, so that both try at once.
 
     the last wait               this one follows          budget
     polled, found                  -                      whole
     polled, for nothing         closely, up to 4 times    double
     polled or slept             closely, after that       none; now and then double
     polled or slept             later                     none; now and then whole
-
-Where ranks share cores, a reader yields between two looks, so that its peer can run.
 """
 
 from __future__ import annotations
@@ -66,11 +62,8 @@ class Spin:
         """Poll until there is an answer, or the budget is spent. The one loop that polls.
 
         Calls ``begin``, and then ``ask`` until it returns anything but ``idle``, which is not None;
-        one time in eight also ``rarely``, until it returns anything but ``rarely_idle``.
-
-        Returns:
-            The answer, or the ``OSError`` or ``ValueError`` raised by the question; None if the
-            budget was spent.
+        one time in eight also ``rarely``, until it returns anything but ``rarely_idle``. Returns
+        the answer, or an ``OSError`` or ``ValueError`` that was raised, or None.
         """
         if self.budget <= 0.0 and not self.tries_again():
             return None

@@ -20,19 +20,11 @@ from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, DeadlineExceededError, NoConnectionError
 from rankwire.override import override
 from rankwire.transports.byte_stream import ByteStream, Exposure
-from rankwire.transports.sockets import (
-    BACKLOG,
-    SocketListener,
-    SocketStream,
-    connect,
-    describe,
-    open_socket,
-)
+from rankwire.transports.sockets import BACKLOG, SocketStream, connect, describe, open_socket
 
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
-# busy one by the user timeout; neither alone covers both halves. The user timeout also ends a
-# connection whose peer lives but does not read, so it is for those that are always read; for the
-# others ``Unanswered`` asks the kernel.
+# busy one by the user timeout. That also ends a connection whose peer lives but does not read, so
+# it is for those that are always read; for the others ``Unanswered`` asks the kernel.
 _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
 _USER_TIMEOUT_MS = 4000
 # What is lost on the way is sent again at least every second (Linux 6.15 and later); otherwise the
@@ -51,6 +43,12 @@ class TcpStream(SocketStream):
 
     transport = "tcp"
 
+    @classmethod
+    def admit(cls, sock: runtime.Socket) -> TcpStream:
+        """Return an accepted socket as a stream."""
+        tune_tcp(sock)
+        return cls(sock)
+
     @property
     def exposure(self) -> Exposure:  # type: ignore[override]
         """``"loopback"`` if both ends are on loopback, so that no other host sees it."""
@@ -67,6 +65,7 @@ class TcpStream(SocketStream):
         return under_way, last_ms
 
 
+@dataclass(slots=True)
 class Unanswered:
     """Measures how long the other host has not acknowledged what is under way.
 
@@ -75,12 +74,9 @@ class Unanswered:
     not see the difference. For one thread, which calls it repeatedly.
     """
 
-    __slots__ = ("_acknowledged", "_clock", "_since")
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._since: Deadline | None = None
-        self._acknowledged = 0.0
+    _clock: Clock
+    _since: Deadline | None = None
+    _acknowledged: float = 0.0
 
     def look(self, stream: ByteStream) -> Deadline | None:
         """Return a deadline that began when the silence was first seen; None if there is none."""
@@ -150,8 +146,7 @@ def _is_loopback(host: str) -> bool:
 def expect_prompt_reading(stream: ByteStream) -> None:
     """Fail a TCP connection whose other end takes nothing for some seconds.
 
-    For control connections, which are always read. Elsewhere a peer may be busy for long, and the
-    kernel does not distinguish that from a cut cable.
+    For control connections, which are always read. Elsewhere a peer may be busy for long.
     """
     if isinstance(stream, SocketStream) and stream.transport == "tcp":
         option = (runtime.IPPROTO_TCP, runtime.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
@@ -213,8 +208,7 @@ def _resolve(address: TcpAddress) -> list[tuple[int, tuple[Any, ...]]]:
         found = runtime.getaddrinfo(address.host, address.port, type=runtime.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise NoConnectionError(f"cannot resolve {address.host!r}: {describe(error)}") from error
-    # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first, at both
-    # ends.
+    # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first.
     found.sort(key=lambda entry: entry[0] != runtime.AF_INET)
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
@@ -222,16 +216,6 @@ def _resolve(address: TcpAddress) -> list[tuple[int, tuple[Any, ...]]]:
 def dial_tcp(where: str, deadline: Deadline, check: Callable[[], None]) -> TcpStream:
     """Connect to ``host:port``, see ``transports.dial``."""
     return TcpStream(connect_tcp(TcpAddress.parse(where), deadline, check=check))
-
-
-def tcp_listener(sock: runtime.Socket) -> SocketListener:
-    """Return a socket that listens, or is about to, as a listener."""
-    return SocketListener(sock, _admit)
-
-
-def _admit(sock: runtime.Socket) -> TcpStream:
-    tune_tcp(sock)
-    return TcpStream(sock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +228,7 @@ class ListeningPlace:
 
     @classmethod
     def parse(cls, text: str) -> ListeningPlace:
-        """Parse what users write.
-
-        Raises:
-            ConfigurationError: It is not of that form.
-        """
+        """Parse what users write; raises ``ConfigurationError`` if it is not of that form."""
         host, separator, ports = text.rpartition(":")
         if not separator or text.endswith("]") or (":" in host and not host.endswith("]")):
             host, ports = text, "0"  # a bare host; also a bare IPv6 address
@@ -267,8 +247,7 @@ class ListeningPlace:
 def listen_somewhere(place: ListeningPlace, host: str) -> runtime.Socket:
     """Listen at the first free port of a place, on ``host`` if the place names none.
 
-    Raises:
-        ConfigurationError: No port is free, or the address is not one of this host.
+    Raises ``ConfigurationError`` if no port is free, or the address is not one of this host.
     """
     host = place.host or host
     trouble: ConfigurationError | None = None

@@ -1,7 +1,6 @@
 """Unix sockets: to processes of this host and user, with rings in shared memory beside them.
 
-A ring (``wire.ring``) carries small frames while its reader polls. The reader makes its memory and
-the writer opens it; here a reader stops polling without missing a frame.
+A ring (``wire.ring``) carries small frames while its reader polls. The reader makes its memory.
 """
 
 from __future__ import annotations
@@ -17,14 +16,7 @@ from rankwire.fork import renew_in_child
 from rankwire.override import override
 from rankwire.transports.byte_stream import Exposure
 from rankwire.transports.shared_memory import SharedMemory, open_shared
-from rankwire.transports.sockets import (
-    BACKLOG,
-    SocketListener,
-    SocketStream,
-    connect,
-    describe,
-    open_socket,
-)
+from rankwire.transports.sockets import BACKLOG, SocketStream, connect, describe, open_socket
 from rankwire.wire.ring import RING_NBYTES, RingReader, RingWriter
 
 _RING_SIZES = range(RING_NBYTES, RING_NBYTES + 1)
@@ -50,11 +42,16 @@ class UnixStream(SocketStream):
         self.ring: RingReader | None = None
         self._shared: SharedMemory | None = None
 
-    def offer_ring(self) -> bytes:
-        """Make the ring that this end reads; return what the peer needs to open it.
+    @classmethod
+    def admit(cls, sock: runtime.Socket) -> UnixStream:
+        """Return an accepted socket as a stream; raises ``OSError`` for one of another user."""
+        tune_unix(sock)
+        if unix_peer(sock)[1] != os.geteuid():
+            raise PermissionError("a process of another user")
+        return cls(sock)
 
-        Raises ``OSError`` if there is no memory for it.
-        """
+    def offer_ring(self) -> bytes:
+        """Make the ring that this end reads; return what the peer needs, or raise ``OSError``."""
         self._shared = SharedMemory(RING_NBYTES)
         self.read_ring(RingReader(self._shared.view))
         return self._shared.offer
@@ -141,15 +138,3 @@ def connect_unix(
 def dial_unix(where: str, deadline: Deadline, check: Callable[[], None]) -> UnixStream:
     """Connect to a socket file, see ``transports.dial``."""
     return UnixStream(connect_unix(where, deadline, check=check))
-
-
-def unix_listener(sock: runtime.Socket) -> SocketListener:
-    """Return a listening socket as a listener."""
-    return SocketListener(sock, _admit)
-
-
-def _admit(sock: runtime.Socket) -> UnixStream:
-    tune_unix(sock)
-    if unix_peer(sock)[1] != os.geteuid():
-        raise PermissionError("a process of another user")
-    return UnixStream(sock)

@@ -107,8 +107,7 @@ _release = methodcaller("release")
 def sleeper(clock: Clock, *places: Sleepers) -> Iterator[Callable[[float], object]]:
     """Put a lock for this thread into lists of sleepers; yield the function that sleeps.
 
-    Within the block the thread checks once more and then sleeps; a wake-up between the two is not
-    lost.
+    Within the block the thread checks once more before it sleeps.
     """
     lock = runtime.Lock()
     lock.acquire()

@@ -4,8 +4,8 @@ Layout, little-endian::
 
     u8 kind (0 array, 1 tensor) | u8 zero | u16 length of the description | description | padding
 
-and then the elements, at a multiple of 64. The description is the one of ``codec.arrays``. The head
-fits in ``HEAD_NBYTES``: after reading that much, a receiver knows where the elements belong.
+and then the elements, at a multiple of 64. The description is the one of ``codec.arrays``. After
+reading ``HEAD_NBYTES``, a receiver knows where the elements belong.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class ArrayMessage(NamedTuple):
         return self.start + self.head.nbytes
 
     def view(self, payload: bytearray) -> Any:
-        """Return the array or tensor in a whole message, as a view of it.
-
-        Raise ``InvalidMessageError`` if some elements are not values of the dtype.
-        """
+        """Return the array or tensor in a whole message, as a view; check its elements."""
         array = view_array(self.head, payload, self.start)
         return view_tensor(self.tensor_dtype, array) if self.tensor_dtype else array
 
@@ -60,10 +57,8 @@ class ArrayMessage(NamedTuple):
 def pack_array(value: Any) -> tuple[list[Buffer], int]:
     """Return the buffers of the message that carries an array, and their total size.
 
-    The elements are the caller's memory, or a copy if the array has gaps.
-
-    Raises:
-        UnsupportedTypeError: It is not an array or tensor that can be sent.
+    The elements are the caller's memory, or a copy if the array has gaps. Raises
+    ``UnsupportedTypeError`` if it is not an array or tensor that can be sent.
     """
     if is_plain_array(value):
         kind, body = _ARRAY, array_body(value)

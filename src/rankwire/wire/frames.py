@@ -44,9 +44,7 @@ class UnreadPayload(Protocol):
     def read_into(self, start: int, view: memoryview) -> None:
         """Copy the bytes from ``start`` on into ``view``, filling it.
 
-        Raises:
-            MessageWithdrawnError: The sender withdrew it; the content of ``view`` is undefined.
-            RankwireError: The sender is lost.
+        Raises ``MessageWithdrawnError`` if the sender withdrew it; ``view`` is undefined then.
         """
 
     def whole(self) -> bytearray:
@@ -55,8 +53,7 @@ class UnreadPayload(Protocol):
     def release(self) -> None:
         """Tell the sender that its memory is no longer in use. Idempotent.
 
-        Raises:
-            MessageWithdrawnError: The sender had just withdrawn it; what was read was not sent.
+        Raises ``MessageWithdrawnError`` if the sender had withdrawn it before.
         """
 
 
@@ -82,12 +79,10 @@ HEADER_NBYTES = HEADER.size
 SEAL_NBYTES = 16
 SEQUENCE_MASK = 0xFFFF_FFFF
 
-# What one recv() takes at most. A payload that does not fit is received into memory of its own, so
-# this limits only how many bytes are copied once more.
+# What one recv() takes at most. A payload that does not fit is received into memory of its own.
 DEFAULT_BUFFER_NBYTES = 1 << 16
 
-# A sealed frame above this has a seal for its header too, because the receiver allocates memory for
-# the payload before it can check the whole frame.
+# A sealed frame above this has a seal for its header too: the receiver allocates memory first.
 LARGE_SEALED_NBYTES = DEFAULT_BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
 
 
@@ -142,10 +137,7 @@ def is_farewell(tail: bytes) -> bool:
 def describe_violation(
     word: int, sequence: int, expected: int, nbytes: int, limit: int
 ) -> ProtocolError:
-    """Return the error for an invalid header, in numbers only: a peer may have sent anything.
-
-    ``word`` holds its channel, flags and reserved bits.
-    """
+    """Return the error for an invalid header; ``word`` holds channel, flags and reserved bits."""
     channel, flags, reserved = word & 0xFF, word >> 8 & 0xFF, word >> 16
     if channel not in CHANNELS:
         return ProtocolError(f"a frame names the unknown channel {channel}")
@@ -179,12 +171,12 @@ def skip_bytes(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
     return []
 
 
-def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> list[Buffer]:
-    """Return the first ``nbytes`` of the pieces."""
-    beginning: list[Buffer] = []
+def first_bytes(pieces: Sequence[Buffer], nbytes: int) -> list[memoryview]:
+    """Return the first ``nbytes`` of the pieces, as views; none of an empty piece."""
+    beginning: list[memoryview] = []
     for piece in pieces:
-        if not nbytes:
-            break
-        beginning.append(memoryview(piece).cast("B")[:nbytes])
-        nbytes -= len(beginning[-1])
+        view = memoryview(piece)
+        if view.nbytes and nbytes:
+            beginning.append(view.cast("B")[:nbytes])
+            nbytes -= len(beginning[-1])
     return beginning

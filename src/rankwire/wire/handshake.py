@@ -11,11 +11,9 @@ The transcript is HELLO, CHALLENGE, and inside TLS the SHA-256 of the listener's
 excludes a man in the middle with another certificate. The letters stop a reflected proof. All
 fields of HELLO are under the MAC, so none can be changed or moved to another connection. Before the
 proof is verified, the listener reads nothing of variable size and gives no reason. It answers a
-wrong proof by a VERDICT without a MAC; a connection that ends without any VERDICT was dropped, and
-may be tried again. This authenticates, it does not encrypt. ``wire.keys`` says which key it is.
-
-HELLO says how frames will be protected. The listener accepts that or refuses; nothing is
-negotiated.
+wrong proof by a VERDICT without a MAC, which would let the peer try secrets offline; a connection
+that ends without any VERDICT was dropped, and may be tried again. HELLO says how frames will be
+protected; the listener accepts that or refuses. ``wire.keys`` says which key it is.
 """
 
 from __future__ import annotations
@@ -202,8 +200,7 @@ def _described(protection: int) -> str:
 class Initiator:
     """The dialling end. Call ``hello``, ``proof``, ``finish`` and ``seals`` in this order.
 
-    The nonce is random and never used before. Inside TLS, ``binding`` is the SHA-256 of the
-    listener's certificate.
+    The nonce is random and never used before; ``binding`` is that of the stream.
     """
 
     def __init__(self, hello: Hello, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
@@ -230,13 +227,9 @@ class Initiator:
         return hmac.digest(self._key, b"I" + self._transcript, sha256)
 
     def finish(self, verdict: bytes) -> None:
-        """Consume VERDICT; return if the listener accepts this end.
+        """Consume VERDICT; return if the listener accepts this end, else raise ``refusal``.
 
-        Raises:
-            AuthenticationError: The listener does not have the key, or says that this end does not.
-            RendezvousError: It refused a rank that wants to join.
-            NoConnectionError: It refused another connection.
-            OverloadedError: It has too many connections of this rank.
+        Raises ``AuthenticationError`` if the listener does not have the key, or says so of us.
         """
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
@@ -261,8 +254,7 @@ class Initiator:
 class Responder:
     """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
 
-    The key may be a function that returns it for a HELLO. Nonce and binding are as for the
-    ``Initiator``.
+    The key may be a function that returns it for a HELLO.
     """
 
     def __init__(
@@ -278,8 +270,7 @@ class Responder:
     def challenge(self, greeting: bytes) -> bytes:
         """Consume HELLO, return CHALLENGE; raise ``ProtocolError`` if it is not a HELLO.
 
-        A HELLO of another version is answered too, so that the other end learns both versions;
-        ``verify`` then refuses it.
+        One of another version is answered too, so that the other end learns both versions.
         """
         try:
             self.hello = Hello.unpack(greeting)
@@ -302,10 +293,7 @@ class Responder:
         return packed + hmac.digest(self._key, b"R" + self._transcript + packed, sha256)
 
     def refusal(self) -> bytes:
-        """Return the VERDICT for a proof that ``verify`` did not accept.
-
-        It has no MAC, which would let the peer try secrets offline.
-        """
+        """Return the VERDICT for a proof that ``verify`` did not accept."""
         return _WRONG_PROOF
 
     def seals(self) -> Seals | None:

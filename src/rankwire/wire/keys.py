@@ -7,11 +7,9 @@
     world key           the coordinator's, random for each world
     key of ranks a, b   from the world key; only a and b get it; opens connections between them
 
-A restarted rank is another *incarnation* with other keys: the number of the incarnation is part of
-the rank's key and of its pair keys, so the keys of the old process open nothing.
-
-The keys of pairs travel wrapped: encrypted by a stream derived from the rank's key and a fresh
-salt. The seals of the connection detect changes.
+The number of a restarted rank's *incarnation* is part of its key and of its pair keys, so the keys
+of the old process open nothing. The keys of pairs travel wrapped: encrypted by a stream derived
+from the rank's key and a fresh salt. The seals of the connection detect changes.
 """
 
 from __future__ import annotations

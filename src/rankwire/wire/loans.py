@@ -15,7 +15,6 @@ Within a host, a frame with the flag ``LOAN`` has this description as payload, l
 The borrower reads the pieces and then the guard. If the guard still holds the number, the pieces
 are the payload, because the lender changes the guard before its memory changes; the borrower writes
 the receipt and the lender continues. Otherwise the loan was revoked and the message was never sent.
-Only one side writes each word, so only access to one aligned word must be atomic.
 
 If the lender gives up while the borrower writes its receipt, both must agree. The lender marks the
 guard ``DECIDING``, looks for the receipt, and then writes the number again (sent) or ``REVOKED``.

@@ -1,12 +1,10 @@
-"""The mailbox: matches arrived messages with receives.
+"""The mailbox: matches what one peer has sent with receives, by envelope, each in its own order.
 
-A mailbox holds what one peer sent. Messages and receives are matched by envelope
-``(group, channel, tag)``, each in its own order. It has no lock and never waits: its owner guards
-it and wakes waiting threads.
+It has no lock and never waits: its owner guards it and wakes waiting threads.
 
-A signal may end the thread in here between any two bytecodes. So one call of a C function
-(``extend`` with an iterator that pops it there) moves a payload from one place to the next: it is
-never lost or duplicated. Counts and lists may be wrong after an interrupt, until ``tidy``.
+One call of a C function (``extend`` with an iterator that pops it there) moves a payload from one
+place to the next, so an interrupt never loses or duplicates it. Counts and lists may be wrong after
+an interrupt, until ``tidy``.
 """
 
 from __future__ import annotations
@@ -94,8 +92,7 @@ class Mailbox:
     Attributes:
         misfits: Receives that failed because of a message of another size, for the owner to wake.
         due: Receives that are done, for the owner to call ``on_done``.
-        wanted_by: The receives that are posted and not done, by envelope. For request ids, which
-            are used once each, its length is the number of calls in flight.
+        wanted_by: The receives that are posted and not done, by envelope.
         placing: The receive into whose memory a message is being received. It gets that message and
             no other, and stays here until it has it or its memory is no longer in use.
     """
@@ -152,7 +149,7 @@ class Mailbox:
         """Return the memory for a message whose first bytes have come; None if no receive has any.
 
         Call it when all earlier messages of its key were delivered and no other is placed. It may
-        be repeated for the same message after an interrupt.
+        be repeated for the same message.
         """
         receive = self.placing or self._first_wanted(key)
         if receive is None or receive.into is None or not receive.is_wanted:

@@ -1,9 +1,8 @@
 """The parser: splits a byte stream into frames.
 
 It is strict: a value that this version does not write is a ``ProtocolError``, and a length above
-the limit is refused from the header alone, before memory is allocated. Its state belongs to the
-connection, so one reader may stop in the middle of a frame and another one continue. It knows
-neither sockets nor how memory is allocated.
+the limit is refused before memory is allocated. Its state belongs to the connection, so one reader
+may stop in the middle of a frame and another one continue.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ _NO_FRAMES: deque[Frame] = deque()  # shared by all parsers that have not read; 
 class FrameParser:
     """The receiving state of one direction of a connection. One reader at a time.
 
-    A signal may end the reader between any two bytecodes. So one call of a C function receives
-    bytes and notes their number (``read``), and one assignment replaces all that parsing changes
-    (``commit``). Before it, parsing again gives the same result.
+    One call of a C function receives bytes and notes their number, and one assignment replaces all
+    that parsing changes (``commit``), so after an interrupt parsing again gives the same result.
 
     A ring's records (``wire.ring``) of a number come before the stream's frame of that number.
 
@@ -114,20 +112,18 @@ class FrameParser:
         return self.state[0]
 
     def take_in(self, receive_into: Callable[[memoryview], int]) -> bool | None:
-        """Receive; if exactly one small frame came, as mostly, put it into ``frames``.
+        """Receive by a C function; if exactly one small frame came, as mostly, take it.
 
-        Returns:
-            True if it did; False if the bytes are to be parsed, or an interrupted reader has left
-            some; None at the end of the stream.
-
-        Raises:
-            ProtocolError: The stream was invalid before.
+        Returns True if it did; False if the bytes are to be parsed; None at the end of the stream.
+        Raises ``ProtocolError`` if the stream was invalid before.
         """
         _, counts, sequence, place, read = self.state
         if place is not self._between:
             if self.violation is not None:
                 raise self.violation.copy()
-            return False if self.read(receive_into) else None
+            if not counts:
+                counts.extend(map(receive_into, (self.receive_buffer(),)))
+            return False if counts[0] else None
         _, _, _, buffer, view, _ = place
         if not counts:
             counts.extend(map(receive_into, (view,)))
@@ -144,8 +140,7 @@ class FrameParser:
     def take_records(self) -> bool:
         """Read the ring's next records into ``frames``, which must be empty; return whether any.
 
-        Raises:
-            ProtocolError: The records are invalid; nothing must be read any more.
+        Raises ``ProtocolError`` if they are invalid; nothing must be read any more.
         """
         _, counts, sequence, place, read = self.state
         ring = self.ring
@@ -212,19 +207,11 @@ class FrameParser:
             self._between = place
         return self._between
 
-    def read(self, receive_into: Callable[[memoryview], int]) -> int:
-        """Receive by a C function, so that no interrupt falls between the bytes and their number.
-
-        Returns:
-            How many bytes came; those of an interrupted reader come first.
-        """
-        counts = self.state[1]
-        if not counts:
-            counts.extend(map(receive_into, (self.receive_buffer(),)))
-        return counts[0]
-
     def read_by(self, read: Callable[[memoryview, list[int]], None]) -> int:
-        """Receive by Python code that appends the number of bytes to the list, as one step."""
+        """Receive by code that appends the number of bytes to the list, as one step.
+
+        Returns how many bytes came; those of an interrupted reader come first.
+        """
         counts = self.state[1]
         if not counts:
             read(self.receive_buffer(), counts)
@@ -307,7 +294,8 @@ class FrameParser:
             sequence = (sequence + 1) & SEQUENCE_MASK
         if self.violation is not None:
             is_special = True
-            self._raise_unless(frames)
+            if not frames:
+                raise self.violation.copy()
         place = self._place(start, end, sealed, buffer, view, large)
         return (frames, [], sequence, place, read), is_special
 
@@ -319,10 +307,6 @@ class FrameParser:
         except ProtocolError as error:
             self.violation = error.kept()
             return read
-
-    def _raise_unless(self, frames: deque[Frame]) -> None:
-        if self.violation is not None and not frames:
-            raise self.violation.copy()
 
     def is_farewell(self, tail: bytes) -> bool:
         """Return whether a stream whose unread bytes end like this ends with a genuine farewell."""

@@ -1,7 +1,4 @@
-"""The protocol of a connection: how it begins, whether memory may be lent, how it ends. Pure.
-
-Every call may be repeated: an interrupted reader comes again with the same frames.
-"""
+"""The protocol of a connection: how it begins, whether memory may be lent, how it ends."""
 
 from __future__ import annotations
 
@@ -47,20 +44,14 @@ _NEXT_STATES = {
     (ConnectionState.UNUSED, StreamEvent.FAREWELL): ConnectionState.LEFT,
     (ConnectionState.UNUSED, StreamEvent.END): ConnectionState.GIVEN_UP,
     (ConnectionState.UNUSED, StreamEvent.VIOLATION): ConnectionState.SPOILED,
-    (ConnectionState.OPEN, StreamEvent.FRAMES): ConnectionState.OPEN,
     (ConnectionState.OPEN, StreamEvent.FAREWELL): ConnectionState.LEFT,
     (ConnectionState.OPEN, StreamEvent.END): ConnectionState.LOST,
     (ConnectionState.OPEN, StreamEvent.VIOLATION): ConnectionState.SPOILED,
 }
 
 
-def state_after(state: ConnectionState, event: StreamEvent) -> ConnectionState:
-    """Return the next state; a final one stays."""
-    return _NEXT_STATES.get((state, event), state)
-
-
 class Protocol:
-    """What both ends have said on one connection. For its one reader.
+    """What both ends have said on one connection. For its one reader; every call is repeatable.
 
     Args:
         peer: The rank at the other end.
@@ -89,8 +80,6 @@ class Protocol:
         self.ring_offer: bytes | None = None
         self.has_ring = False
 
-    # -- what this end says ------------------------------------------------------------------------
-
     def introduction(self) -> tuple[Envelope, Message]:
         """Return the greeting that tells whether this end can read the peer's memory."""
         says = _CANNOT_BORROW if self._cannot_borrow else _CAN_BORROW
@@ -105,11 +94,9 @@ class Protocol:
         """Return the greeting that says that this end now writes to the peer's ring."""
         return (0, int(Channel.GREETING), _HAS_RING), ((), 0)
 
-    # -- what the peer says ------------------------------------------------------------------------
-
     def on_event(self, event: StreamEvent) -> None:
-        """Change the state after an event."""
-        self.state = state_after(self.state, event)
+        """Change the state after an event; a final one stays."""
+        self.state = _NEXT_STATES.get((self.state, event), self.state)
 
     def take(
         self, frames: Iterable[Frame], borrow: Callable[[Loan], UnreadPayload]
@@ -154,8 +141,6 @@ class Protocol:
             self.can_lend = False
             reason = whole_of(frame.payload)[: 4 * MAX_REASON]
             self.why_not_lend = one_line(reason.decode(errors="replace"))
-
-    # -- how it ended ------------------------------------------------------------------------------
 
     def end_of_stream(self, *, in_frame: bool, reason: str = "") -> RankwireError:
         """Return the error that the end of the stream, or ``reason`` if it broke, means now."""

@@ -1,15 +1,15 @@
 """Receives: the messages that this rank waits for, and the memory that they are received into.
 
 A receive ends exactly once, with a payload or with an error; the ``mailbox`` decides which message
-it gets, and its owner guards it. A large message may be received straight into a ``Destination``:
-when its header and first bytes have come, the parser asks the mailbox for one. A receiver that
-gives up takes its memory back first; what has come so far moves to other memory.
+it gets. A large message may be received straight into a ``Destination``, for which the parser asks
+the mailbox. A receiver that gives up takes its memory back first; what has come moves away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import RankwireError
@@ -22,19 +22,14 @@ if TYPE_CHECKING:
 PLACED_FROM = 64 << 10
 
 
+@dataclass(slots=True, eq=False)
 class Destination:
     """Memory for the bytes of one message; undefined until the message is complete."""
 
-    __slots__ = ("view",)
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    view: memoryview
 
     def head_nbytes(self, nbytes: int, beginning: memoryview) -> int | None:
-        """Return how many bytes of a message come before those for here; None if it does not fit.
-
-        ``beginning`` may have fewer bytes than the result.
-        """
+        """Return how many bytes of a message come before those for here; None if it is unfit."""
         return 0 if nbytes == len(self.view) else None
 
 
@@ -42,15 +37,13 @@ class MessageWithdrawnError(RankwireError):
     """The sender withdrew the message before it was read: it was never sent."""
 
 
+@dataclass(slots=True, eq=False)
 class Placed:
     """An ``UnreadPayload`` whose bytes, except its head, are in a destination."""
 
-    __slots__ = ("destination", "head", "translate")
-
-    def __init__(self, head: bytes, destination: Destination) -> None:
-        self.translate: Callable[[RankwireError], None] | None = None
-        self.head = head
-        self.destination = destination
+    head: bytes
+    destination: Destination
+    translate: Callable[[RankwireError], None] | None = None
 
     def __len__(self) -> int:
         return len(self.head) + len(self.destination.view)
@@ -75,10 +68,7 @@ def is_placed(payload: Payload) -> bool:
 
 
 def copy_payload(payload: Payload, view: memoryview, start: int = 0) -> None:
-    """Copy the bytes from ``start`` on into ``view``, which has their size.
-
-    A payload that was placed is there already: it was received for this very view.
-    """
+    """Copy the bytes from ``start`` on into ``view``, unless they were received there."""
     if isinstance(payload, bytearray):
         view[:] = memoryview(payload)[start:]
     elif not isinstance(payload, Placed):
@@ -136,37 +126,28 @@ def find_placed(
     return Placed(bytes(first[: nbytes - len(destination.view)]), destination)
 
 
+@dataclass(slots=True, eq=False)
 class Receive:
     """A request for one message.
 
     Attributes:
+        on_done: Called by the owner of the mailbox, outside its locks, when it is done.
         nbytes: The size that it must have, if fixed; a message of another size fails the receive
             and stays for the next one.
-        done: Whether ``payload`` or ``error`` is set.
         into: Memory that the message may be received into.
+        done: Whether ``payload`` or ``error`` is set.
         posted: Whether it is posted and not withdrawn.
-        on_done: Called by the owner of the mailbox, outside its locks, when it is done.
     """
 
-    __slots__ = ("_cell", "done", "envelope", "error", "into", "nbytes", "on_done", "posted")
+    envelope: Envelope
+    on_done: Callable[[Receive], None] | None = None
+    nbytes: int | None = None
+    into: Destination | None = None
+    done: bool = False
+    posted: bool = False
+    error: RankwireError | None = None
+    _cell: list[Payload] = field(default_factory=list)
     is_awaited = True
-
-    def __init__(
-        self,
-        envelope: Envelope,
-        on_done: Callable[[Receive], None] | None = None,
-        *,
-        nbytes: int | None = None,
-        into: Destination | None = None,
-    ) -> None:
-        self.envelope = envelope
-        self.nbytes = nbytes
-        self.into = into
-        self.done = False
-        self.posted = False
-        self._cell: list[Payload] = []
-        self.error: RankwireError | None = None
-        self.on_done = on_done
 
     @property
     def is_wanted(self) -> bool:

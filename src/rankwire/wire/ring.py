@@ -1,11 +1,9 @@
 """The ring: shared memory beside a stream, for small frames to a reader that is polling.
 
 A small frame through a socket takes two system calls, 2.4 us together; through a ring none. The
-ring holds *records*: frames as in the stream. The writer uses it only while the reader polls it
-(*awake*) and only if there is room; other frames go through the stream, so no thread waits for it.
-
-A record has the sequence number of the next frame in the stream. The reader takes the records of a
-number before the stream's frame of that number (``parser.FrameParser``), which restores the order.
+writer uses it only while the reader polls it (*awake*) and only if there is room; other frames go
+through the stream. A *record*, which is a frame as in the stream, has the sequence number of the
+next frame there. The reader takes the records of a number before that frame (``parser``).
 
 The memory, little-endian, each word on its own cache line::
 
@@ -33,13 +31,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rankwire.errors import ProtocolError
-from rankwire.wire.frames import (
-    FIRST_SPECIAL,
-    HEADER,
-    HEADER_NBYTES,
-    SEQUENCE_MASK,
-    Frame,
-)
+from rankwire.wire.frames import FIRST_SPECIAL, HEADER, HEADER_NBYTES, SEQUENCE_MASK, Frame
 
 _DATA_NBYTES = 1 << 16
 _DATA = 256
@@ -104,8 +96,7 @@ class RingReader:
 
     The reader sets ``words[READ]`` to what ``take`` has returned when the frames are safe. After
     ``stop_polling`` and a memory barrier it must look once more, because the writer may have seen
-    it polling. ``is_empty``, ``start_polling`` and ``stop_polling`` are C functions: a call in
-    Python would cost as much as the look itself.
+    it polling. The attributes are C functions, as for ``Spin.finds``.
     """
 
     __slots__ = ("_data", "is_empty", "start_polling", "stop_polling", "words")

@@ -3,12 +3,10 @@
 Where attackers can reach the network, each frame is followed by a seal of 16 bytes: the beginning
 of HMAC-SHA256 over a frame counter, the header and the payload. The header of a large frame has its
 own seal before the payload, so that a forged length makes no receiver wait or allocate memory. Each
-direction of each connection has its own key, derived in the handshake from the secret and both
-nonces.
+direction of each connection has a key of its own, derived in the handshake.
 
-For large payloads of messages and collectives (above ``BULK_NBYTES``) the seal covers the CRC-32
-instead, unless ``FULL_MAC`` was agreed on: this detects damage, but not deliberate changes of
-numbers. Header, order, calls, replies and control messages are always covered by the MAC in full.
+For messages and collectives above ``BULK_NBYTES`` the seal covers the CRC-32 of the payload
+instead, unless ``FULL_MAC`` was agreed on: this detects damage, but not deliberate changes.
 """
 
 from __future__ import annotations
@@ -16,11 +14,19 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
 from zlib import crc32
 
-from rankwire.wire.frames import HEADER_NBYTES, LARGE_SEALED_NBYTES, SEAL_NBYTES, Buffer, Channel
+from rankwire.wire.frames import (
+    HEADER_NBYTES,
+    LARGE_SEALED_NBYTES,
+    SEAL_NBYTES,
+    Buffer,
+    Channel,
+    Message,
+)
 
 # Above this, the seal of a message or collective covers the CRC-32.
 BULK_NBYTES = 1 << 16
@@ -39,15 +45,13 @@ class Protection(IntFlag):
     FULL_MAC = 2  # only together with SEALED
 
 
+@dataclass(slots=True, eq=False)
 class FrameMac:
     """Computes the seal of one frame from its payload, piece by piece."""
 
-    __slots__ = ("_by_crc", "_crc", "_mac")
-
-    def __init__(self, mac: hmac.HMAC, *, by_crc: bool, crc: int = 0) -> None:
-        self._mac = mac
-        self._by_crc = by_crc
-        self._crc = crc
+    _mac: hmac.HMAC
+    _by_crc: bool
+    _crc: int = 0
 
     def add(self, piece: Buffer) -> None:
         """Add the next piece of the payload."""
@@ -58,9 +62,8 @@ class FrameMac:
 
     def plus(self, piece: Buffer) -> FrameMac:
         """Return a copy with the next piece added."""
-        further = FrameMac(
-            self._mac if self._by_crc else self._mac.copy(), by_crc=self._by_crc, crc=self._crc
-        )
+        mac = self._mac if self._by_crc else self._mac.copy()
+        further = FrameMac(mac, self._by_crc, self._crc)
         further.add(piece)
         return further
 
@@ -80,8 +83,7 @@ class FrameMac:
 class SealInProgress:
     """Computes the seal of a large frame while the frame is being sent.
 
-    A signal may end its thread between any two bytecodes; continuing afterwards is safe. ``seal``
-    is filled in at the end; then ``is_made`` is set.
+    Continuing after an interrupt is safe. ``seal`` is filled in last; then ``is_made`` is set.
     """
 
     __slots__ = ("_rest", "is_made", "seal")
@@ -115,9 +117,9 @@ class SealInProgress:
 
 
 class Seal:
-    """Makes and checks the seals of one direction. Safe from any thread.
+    """Makes and checks the seals of one direction. Stateless, so safe from any thread.
 
-    It has no state between frames. The caller numbers the frames and uses no number twice.
+    The caller numbers the frames and uses no number twice.
     """
 
     __slots__ = ("_full_mac", "_keyed", "_keyed_for_heads")
@@ -133,13 +135,13 @@ class Seal:
         mac = self._keyed.copy()
         mac.update(_SEQUENCE.pack(sequence) + header)
         by_crc = nbytes > BULK_NBYTES and channel in _BULK_CHANNELS and not self._full_mac
-        return FrameMac(mac, by_crc=by_crc)
+        return FrameMac(mac, by_crc)
 
     def begin_head(self, sequence: int, header: Buffer) -> FrameMac:
         """Begin the seal of the header of a large frame."""
         mac = self._keyed_for_heads.copy()
         mac.update(_SEQUENCE.pack(sequence) + header)
-        return FrameMac(mac, by_crc=False)
+        return FrameMac(mac, False)
 
     def of(
         self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
@@ -158,20 +160,20 @@ class Seal:
         return mac.matches(frame[-SEAL_NBYTES:])
 
     def around(
-        self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
-    ) -> list[Buffer]:
-        """Return what follows a header: payload and seal, and first the seal of a large header."""
-        seal = self.of(sequence, header, channel, payload, nbytes)
-        if nbytes <= LARGE_SEALED_NBYTES:
-            return [*payload, seal]
-        return [self.begin_head(sequence, header).finish(), *payload, seal]
+        self, sequence: int, header: Buffer, channel: int, message: Message
+    ) -> tuple[list[Buffer], SealInProgress | None]:
+        """Return what follows a header: payload and seal, and first the seal of a large header.
 
-    def begin_around(
-        self, sequence: int, header: Buffer, channel: int, payload: Sequence[Buffer], nbytes: int
-    ) -> tuple[list[Buffer], SealInProgress]:
-        """Return what ``around`` does for a large frame, with its seal still to be computed."""
+        Also returns the seal if it is still to be computed, while the other pieces are sent.
+        """
+        payload, nbytes = message
+        if nbytes <= LARGE_SEALED_NBYTES:
+            return [*payload, self.of(sequence, header, channel, payload, nbytes)], None
+        head = self.begin_head(sequence, header).finish()
+        if nbytes <= SLICE_NBYTES:
+            return [head, *payload, self.of(sequence, header, channel, payload, nbytes)], None
         coming = SealInProgress(self.begin(sequence, header, channel, nbytes), payload)
-        return [self.begin_head(sequence, header).finish(), *payload, coming.seal], coming
+        return [head, *payload, coming.seal], coming
 
 
 class Seals(NamedTuple):
@@ -186,7 +188,7 @@ def make_seals(
 ) -> Seals | None:
     """Derive the seals of a connection from its handshake; None if frames are not sealed.
 
-    The transcript has both nonces; ``dialled`` says which end this is.
+    ``dialled`` says which end this is.
     """
     if not protection & Protection.SEALED:
         return None

@@ -8,8 +8,7 @@ import pytest
 from interrupts import Interrupt, every_interrupt
 from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, PeerLostError
-from rankwire.links.inbox import Inbox
-from rankwire.links.reply import Reply
+from rankwire.links.inbox import Inbox, Reply
 from rankwire.wire.frames import Channel
 from rankwire.wire.mailbox import Mailbox
 from real_time import Deadline
