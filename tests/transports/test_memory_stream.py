@@ -311,29 +311,6 @@ def poller():
     made.close()
 
 
-def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(poller):
-    near, far = memory_pair(LARGE, REAL_TIME)
-    poller.register(near, "key")
-    assert poller.poll(0) is None
-    write(far, b"x")
-    assert [poller.poll(PATIENCE), poller.poll(0)] == ["key", "key"]
-    take(near)
-    assert poller.poll(0) is None
-    far.shut_down()
-    assert poller.poll(0) == "key"
-
-
-def test_an_armed_stream_is_told_once(poller):
-    near, far = memory_pair(LARGE, REAL_TIME)
-    poller.arm(near, "key")
-    write(far, b"x")
-    assert poller.poll(PATIENCE) == "key"
-    write(far, b"y")
-    assert poller.poll(0.01) is None
-    poller.arm(near, "key")
-    assert poller.poll(PATIENCE) == "key"
-
-
 def test_streams_are_told_in_turn(poller):
     pairs = [memory_pair(LARGE, REAL_TIME) for _ in range(3)]
     for number, (near, far) in enumerate(pairs):
@@ -348,16 +325,6 @@ def test_what_becomes_visible_later_is_told_then(poller):
     write(far, frame(b"slow"))
     assert poller.poll(0) is None
     assert poller.poll(PATIENCE) == "key"
-
-
-def test_a_stream_that_is_watched_no_more_is_not_told(poller):
-    near, far = memory_pair(LARGE, REAL_TIME)
-    poller.register(near, "key")
-    write(far, b"x")
-    poller.unregister(near)
-    poller.unregister(near)
-    write(far, b"y")
-    assert poller.poll(0.01) is None
 
 
 def test_a_sleeping_poll_is_woken_by_a_stream_by_wake_and_by_close(poller):

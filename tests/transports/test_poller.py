@@ -1,13 +1,14 @@
-"""Pollers over descriptors; that in memory is in test_memory_stream.py."""
+"""Pollers: what both kinds do, and the one over descriptors; see also test_memory_stream.py."""
 
 import threading
 import time
 
 import pytest
 
-from connected import socket_pair
+from connected import read_into, socket_pair, write
 from rankwire.clock import REAL_TIME
 from rankwire.transports import stream_of
+from rankwire.transports.memory_stream import MemoryPoller, memory_pair
 from rankwire.transports.poller import EpollPoller
 from rankwire.transports.spin import Spin
 from rankwire.wire.ring import READ, RING_NBYTES, WRITTEN, RingReader
@@ -39,32 +40,49 @@ def read(stream):
     stream.recv_into(memoryview(bytearray(100)))
 
 
-def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(poller, streams):
-    near, far = streams
+@pytest.fixture(params=["unix", "tcp", "memory"])
+def either(request, cleanup):
+    """A poller of each kind, and two ends of a connection."""
+    if request.param == "memory":
+        made, ends = MemoryPoller(REAL_TIME), memory_pair(1 << 20, REAL_TIME)
+    else:
+        made, ends = EpollPoller(), list(map(stream_of, socket_pair(request.param)))
+    cleanup.callback(made.close)
+    for end in ends:
+        cleanup.callback(end.close)
+    return made, *ends
+
+
+def test_a_watched_stream_is_told_as_long_as_there_is_something_to_read(either):
+    poller, near, far = either
     poller.register(near, "key")
     assert poller.poll(0) is None
-    far.send(b"x")
+    write(far, b"x")
     assert [poller.poll(PATIENCE), poller.poll(0)] == ["key", "key"]
-    read(near)
+    read_into(near, bytearray(100))
     assert poller.poll(0) is None
-
-
-def test_an_armed_stream_is_told_once(poller, streams):
-    near, far = streams
-    poller.arm(near, "key")
-    far.send(b"x")
+    far.shut_down()
     assert poller.poll(PATIENCE) == "key"
+
+
+def test_an_armed_stream_is_told_once(either):
+    poller, near, far = either
+    poller.arm(near, "key")
+    write(far, b"x")
+    assert poller.poll(PATIENCE) == "key"
+    write(far, b"y")
     assert poller.poll(0.01) is None
     poller.arm(near, "key")
     assert poller.poll(PATIENCE) == "key"
 
 
-def test_a_stream_that_is_watched_no_more_is_not_told(poller, streams):
-    near, far = streams
+def test_a_stream_that_is_watched_no_more_is_not_told(either):
+    poller, near, far = either
     poller.register(near, "key")
-    far.send(b"x")
+    write(far, b"x")
     poller.unregister(near)
     poller.unregister(near)
+    write(far, b"y")
     assert poller.poll(0.01) is None
 
 

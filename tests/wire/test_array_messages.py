@@ -200,11 +200,6 @@ def outcome(message):
     return array
 
 
-@given(message=st.binary(max_size=700))
-def test_garbage_is_an_invalid_message_and_nothing_else(message):
-    outcome(message)
-
-
 @given(
     code=st.sampled_from(CODES),
     shape=shapes,

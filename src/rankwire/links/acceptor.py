@@ -304,18 +304,16 @@ class Acceptor(EventThread):
                 stranger.wanted = PROOF_NBYTES
                 stranger.stream.send_all(stranger.responder.challenge(message))
             else:
-                self._judge(stranger, self._verify(stranger, message))
+                try:
+                    hello = stranger.responder.verify(message)
+                except AuthenticationError:
+                    stranger.stream.send_all(stranger.responder.refusal())
+                    raise
+                self._judge(stranger, hello)
         except OSError as error:  # our own errors of this kind included
             self._drop(stranger, str(error))
         except BaseException:
             self._drop(stranger, "a mistake of this end")
-            raise
-
-    def _verify(self, stranger: _Stranger, proof: bytes) -> Hello:
-        try:
-            return stranger.responder.verify(proof)
-        except AuthenticationError:
-            stranger.stream.send_all(stranger.responder.refusal())
             raise
 
     def _judge(self, stranger: _Stranger, hello: Hello) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rankwire import runtime
@@ -82,8 +83,11 @@ class ConnectionEnd:
         return self._protocol.end_of_stream(in_frame=self.parser.in_frame, reason=reason)
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
-        if self._protocol.state is ConnectionState.OPEN and self._farewell_is_waiting():
-            return left(self.peer)
+        # The last bytes may be a farewell: a connection that is only written has no reader.
+        with suppress(OSError):
+            is_open = self._protocol.state is ConnectionState.OPEN
+            if is_open and self.parser.is_farewell(self.stream.peek(_PEEK_NBYTES)):
+                return left(self.peer)
         return self._end_of_stream(error)
 
     @property
@@ -103,7 +107,8 @@ class ConnectionEnd:
         if self.failure is None:
             try:
                 waiting = self.stream.peek(_PEEK_NBYTES)
-                if waiting and not self._is_only_a_farewell(waiting):
+                is_one_frame = len(waiting) == self._farewell_nbytes and not self.parser.in_frame
+                if waiting and not (is_one_frame and self.parser.is_farewell(waiting)):
                     return  # the reader will come to it
                 cause = left(self.peer) if waiting else self._end_of_stream()
             except BlockingIOError:
@@ -113,19 +118,6 @@ class ConnectionEnd:
             self.fail(cause)
         assert self.failure is not None
         raise self.failure.copy()
-
-    def _is_only_a_farewell(self, waiting: bytes) -> bool:
-        if len(waiting) != self._farewell_nbytes or self.parser.in_frame:
-            return False
-        return self.parser.is_farewell(waiting)
-
-    def _farewell_is_waiting(self) -> bool:
-        """Whether the last bytes in the stream are a farewell, which is always the last frame."""
-        try:
-            waiting = self.stream.peek(_PEEK_NBYTES)
-        except OSError:
-            return False
-        return self.parser.is_farewell(waiting)
 
     def fail(self, cause: RankwireError) -> RankwireError:
         """Fail the connection and wake its threads; return the first cause, ready to be raised."""
