@@ -84,8 +84,8 @@ class SharedMailbox:
 
     Attributes:
         due: Receives that are done and have to be called back.
-        was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``:
-            what it has read may be in the connection, where no poller sees it, or in ``due``.
+        was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``;
+            no poller sees what it has read.
     """
 
     def __init__(self, peer: int, mailbox: Mailbox, clock: Clock) -> None:

@@ -1,7 +1,6 @@
 """Byte streams: what a connection needs of a transport, and what a listener gives it.
 
-A new transport is one file with a subclass of ``ByteStream``, a ``Listener``, and a row in the
-table of ``rankwire.transports``. CONTRIBUTING says more.
+CONTRIBUTING says how to add a transport.
 """
 
 from __future__ import annotations
@@ -122,10 +121,7 @@ class ByteStream:
         return 0
 
     def unacknowledged(self) -> tuple[int, int] | None:
-        """Return the segments under way, and the age of the last acknowledgement in ms.
-
-        None if that is not known, or the stream is closed.
-        """
+        """Return the segments under way and the last acknowledgement's age in ms, if known."""
         return None
 
     def peer_pid(self) -> int:
@@ -154,10 +150,9 @@ class ByteStream:
 
 
 def look_at(descriptor: int) -> Look:
-    """Return how to ask a descriptor whether it has bytes to read.
+    """Return how to ask a descriptor whether it has bytes to read; it does not see the end.
 
-    A read that fails costs an exception, 0.9 us more, and a byte that comes meanwhile is noticed
-    that much later. This does not see the end of the stream.
+    A read that fails costs an exception, 0.9 us more.
     """
     ask = partial(runtime.ioctl, descriptor, FIONREAD, NOTHING_TO_READ)
     return ask, NOTHING_TO_READ, bool, None, None
@@ -172,10 +167,8 @@ class Listener(Protocol):
     def accept(self) -> ByteStream:
         """Return the next connection.
 
-        Raises:
-            BlockingIOError: No connection is waiting.
-            ConnectionError: The one that waited is gone, or must not connect.
-            OSError: No connection can be accepted now.
+        Raises ``BlockingIOError`` if none is waiting, ``ConnectionError`` if the one that waited is
+        gone or must not connect, ``OSError`` if none can be accepted now.
         """
 
     def close(self) -> None:

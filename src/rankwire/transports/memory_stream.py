@@ -148,10 +148,7 @@ class _Watch:
 
 
 class MemoryPoller:
-    """Waits for several streams in memory, see ``poller.Poller``.
-
-    Streams that may have input are in a queue; ``poll`` looks at them in turn.
-    """
+    """Waits for several streams in memory, see ``poller.Poller``; looks at them in turn."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -63,11 +63,8 @@ class Route:
     def follow(self, position: Position, data: bytes) -> tuple[int, bool, Position]:
         """Follow the next bytes, as far as they belong to one message or part of a header.
 
-        Messages stay in order; greetings and farewells are not delayed.
-
-        Returns:
-            How many bytes that is; whether a message begins with them; and the position behind
-            them, which also says when they are visible.
+        Messages stay in order; greetings and farewells are not delayed. Returns how many bytes that
+        is, whether a message begins with them, and the position behind them.
         """
         left, head, when, is_message = position
         begins = False
@@ -100,7 +97,7 @@ class _Chunk(NamedTuple):
 
 
 _AT_HEADER = Position()
-_MOST_FLUSHERS = 2  # one that runs, and the next
+_MOST_FLUSHERS = 2  # one that runs, and may miss the newest bytes, and the next
 _NO_CHUNKS: deque[_Chunk] = deque()  # of all pipes that were never written to
 
 
@@ -192,10 +189,7 @@ class Pipe:
         return max(self._written_to - self._read_to, 0)
 
     def flush_when_possible(self, flush: Callable[[], None]) -> None:
-        """Make the next reader call a function when there is room. For the writer.
-
-        A function that is queued already may be running, and miss the newest bytes.
-        """
+        """Make the next reader call a function when there is room. For the writer."""
         if len(self._flushers) < _MOST_FLUSHERS:
             self._flushers.append(flush)
         self.wake_readers()  # there may be room already

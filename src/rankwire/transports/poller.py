@@ -96,8 +96,7 @@ class EpollPoller:
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
         """Return the key of a stream that can be read; None after the time, or when woken.
 
-        The peer that sent last usually sends next: its stream is asked more often than the epoll,
-        which costs less.
+        The stream that had input last usually has it next, and is asked more often than the epoll.
         """
         self._polls += 1
         number = self._last
@@ -153,10 +152,7 @@ class EpollPoller:
 
 
 class Waiter(Sleeper, Protocol):
-    """Makes one thread wait for several streams and for other threads.
-
-    ``release`` is safe from any thread; the rest is for the thread that waits.
-    """
+    """Makes one thread wait for streams, and for other threads, which call ``release``."""
 
     def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
         """Sleep until there is input, ``release`` was called, or the time has passed."""

@@ -117,10 +117,7 @@ class Policy:
         return self.tls.accept(_socket_of(stream))
 
     def objection_to(self, stream: ByteStream, who: int) -> str:
-        """Return why the peer's certificate is not that of this rank or ``LAUNCHER``.
-
-        Empty if it is, or without TLS.
-        """
+        """Return why the peer's certificate is not that of ``who``; empty if it is, or not used."""
         if self.tls is None or not stream.binding:
             return ""
         return self.tls.objection_to(cast("TlsStream", stream), who)

@@ -1,9 +1,8 @@
 """Memory that processes share: made by one, opened by the others (Linux on x86).
 
-It has no name in any file system, so nothing is left of it after a crash. The process that makes it
-sends the number of its descriptor, and the others open it by ``/proc``: the kernel allows this to
-processes of one user that see each other. It cannot be made smaller, which would kill a process
-that reads beyond the end, and a token in it identifies it.
+It has no name in any file system, so nothing is left of it after a crash. The others open the
+maker's descriptor by ``/proc``, which the kernel allows to processes of one user that see each
+other. It cannot be made smaller, which would kill a reader, and a token in it identifies it.
 
 Where any of this is not possible, sockets carry everything. ``wire.ring`` and ``shared_segment``
 use the memory, and leave the token's word alone.

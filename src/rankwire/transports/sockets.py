@@ -64,11 +64,7 @@ class SocketStream(ByteStream):
 
 
 class SocketListener:
-    """A listening socket.
-
-    Args:
-        admit: Makes a stream of a connection, or raises ``OSError`` if it must not connect.
-    """
+    """A listening socket; ``admit`` makes a stream of a connection, or refuses by ``OSError``."""
 
     def __init__(
         self, sock: runtime.Socket, admit: Callable[[runtime.Socket], SocketStream]

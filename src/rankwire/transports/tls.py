@@ -5,7 +5,8 @@ TLS 1.3 only, certificates required of both ends, no tickets. The handshake insi
 
 OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
 So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
-held while they are encrypted or decrypted, never while waiting.
+held while they are encrypted or decrypted, never while waiting. An interrupt while it is held fails
+the connection: the bytes that OpenSSL had at that moment are lost.
 
 Two things differ from a socket:
 
@@ -13,9 +14,6 @@ Two things differ from a socket:
   handshakes, ``receive`` takes single records from the socket, so that nothing is left over.
 - Encrypted bytes may be here although the socket takes no more. Then the last byte counts as not
   sent; the sender repeats it, as after any partial send, and so sends the rest.
-
-An interrupt between two steps of encrypting or decrypting fails the connection: the bytes that
-OpenSSL had at that moment are lost. While waiting, it does no harm.
 """
 
 from __future__ import annotations
@@ -62,10 +60,7 @@ _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 
 
 class TlsStream(TcpStream):
-    """A TCP connection inside TLS.
-
-    One reader and one writer at a time, in any threads; the handshakes come before both.
-    """
+    """A TCP connection inside TLS."""
 
     def __init__(self, sock: runtime.Socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         super().__init__(sock)
@@ -129,11 +124,7 @@ class TlsStream(TcpStream):
 
     @override
     def peek(self, nbytes: int) -> bytes:
-        """Return the beginning of the decrypted input without removing it.
-
-        Raises ``AuthenticationError`` if TLS has failed: the other end can refuse our certificate
-        only now.
-        """
+        """Return the beginning of the input; raise ``AuthenticationError`` if TLS has failed."""
         buffer = bytearray(nbytes)
         with self._lock:
             try:
@@ -142,7 +133,7 @@ class TlsStream(TcpStream):
                     self._decrypted[:0] = buffer[:count]
                     self._under_way.decrypting = False
                 return bytes(self._decrypted[:nbytes])
-            except _TlsError as error:
+            except _TlsError as error:  # the other end can refuse our certificate only now
                 raise AuthenticationError(f"TLS: {error}") from error
 
     @override
@@ -264,10 +255,7 @@ class TlsStream(TcpStream):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """Whether bytes are between OpenSSL and the caller or the socket.
-
-    A thread that finds one set knows that another was interrupted there, and bytes are missing.
-    """
+    """Whether bytes are between OpenSSL and the caller or the socket, or were lost there."""
 
     decrypting: bool = False
     encrypting: bool = False
@@ -305,11 +293,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 class TlsContexts:
-    """The certificate and the trust that the connections of one rank share.
-
-    Raises:
-        ConfigurationError: The files cannot be used.
-    """
+    """The certificate and the trust of one rank; ``ConfigurationError`` for unusable files."""
 
     def __init__(self, files: Tls) -> None:
         self._names = files.names

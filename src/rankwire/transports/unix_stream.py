@@ -28,11 +28,7 @@ renew_in_child(_barrier)
 
 
 class UnixStream(SocketStream):
-    """A Unix socket, and the rings that both ends have agreed on.
-
-    Attributes:
-        ring: The ring that this end reads; None if there is none.
-    """
+    """A Unix socket, and the ring that this end reads, if any."""
 
     transport = "unix"
     exposure: Exposure = "none"

@@ -26,8 +26,7 @@ Action = Callable[[], None]
 class EventDescriptor:
     """A descriptor that becomes readable when another thread calls ``release``.
 
-    Lock: ``_lock`` guards the descriptor against use after ``close``, when its number may belong to
-    another file.
+    Lock: ``_lock`` guards it against use after ``close``, when the number may be another file's.
     """
 
     def __init__(self) -> None:
@@ -54,11 +53,7 @@ class EventDescriptor:
 
 
 class Wakeup(EventDescriptor):
-    """Actions posted by any thread, run by the thread that serves the selector.
-
-    Args:
-        handle: Runs an action.
-    """
+    """Actions posted by any thread, run by the thread that serves the selector."""
 
     def __init__(
         self, selector: runtime.BaseSelector, handle: Callable[[Action], None] = lambda act: act()
@@ -122,11 +117,7 @@ def sleeper(clock: Clock, *places: Sleepers) -> Iterator[Callable[[float], objec
 
 
 def wake(sleepers: Sleepers) -> None:
-    """Wake all sleepers.
-
-    One call of a C function takes one from the list and wakes it: an interrupt cannot come between
-    the two.
-    """
+    """Wake all sleepers: one call of a C function takes one from the list and wakes it."""
     while sleepers:
         with suppress(IndexError, RuntimeError):  # another thread was faster, in any of its places
             deque(map(_release, starmap(sleepers.pop, ONCE)), 0)

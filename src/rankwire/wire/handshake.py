@@ -198,10 +198,7 @@ def _described(protection: int) -> str:
 
 
 class Initiator:
-    """The dialling end. Call ``hello``, ``proof``, ``finish`` and ``seals`` in this order.
-
-    The nonce is random and never used before; ``binding`` is that of the stream.
-    """
+    """The dialling end. Call ``hello``, ``proof``, ``finish`` and ``seals`` in this order."""
 
     def __init__(self, hello: Hello, *, key: bytes, nonce: bytes, binding: bytes = b"") -> None:
         self._hello = hello

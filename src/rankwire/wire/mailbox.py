@@ -177,10 +177,7 @@ class Mailbox:
         return True
 
     def withdraw(self, receive: Receive) -> bool:
-        """Withdraw a receive; return False if it is done already.
-
-        If a message is being received into its memory, the caller must vacate that.
-        """
+        """Withdraw a receive, whose memory must then be vacated; False if it is done already."""
         if receive.done or not (self._unlist(receive) or receive is self.placing):
             return False
         receive.posted = False
@@ -217,8 +214,8 @@ class Mailbox:
     ) -> Receive | None:
         """Deliver a message; return the receive that gets it, if one was waiting.
 
-        It is added to ``due`` if it has a callback. Receives for another size fail and are added to
-        ``misfits``. ``source`` yields the payload and removes it from where it was.
+        Receives for another size become ``misfits``. ``source`` yields the payload and removes it
+        from where it was.
         """
         source = (payload,) if source is None else source
         if self.placing is not None and isinstance(payload, Placed):
