@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import RankwireError
@@ -126,7 +126,6 @@ def find_placed(
     return Placed(bytes(first[: nbytes - len(destination.view)]), destination)
 
 
-@dataclass(slots=True, eq=False)
 class Receive:
     """A request for one message.
 
@@ -139,15 +138,25 @@ class Receive:
         posted: Whether it is posted and not withdrawn.
     """
 
-    envelope: Envelope
-    on_done: Callable[[Receive], None] | None = None
-    nbytes: int | None = None
-    into: Destination | None = None
-    done: bool = False
-    posted: bool = False
-    error: RankwireError | None = None
-    _cell: list[Payload] = field(default_factory=list)
+    __slots__ = ("_cell", "done", "envelope", "error", "into", "nbytes", "on_done", "posted")
     is_awaited = True
+
+    def __init__(  # a data class with a list of its own would take 0.2 us more
+        self,
+        envelope: Envelope,
+        on_done: Callable[[Receive], None] | None = None,
+        *,
+        nbytes: int | None = None,
+        into: Destination | None = None,
+    ) -> None:
+        self.envelope = envelope
+        self.nbytes = nbytes
+        self.into = into
+        self.done = False
+        self.posted = False
+        self._cell: list[Payload] = []
+        self.error: RankwireError | None = None
+        self.on_done = on_done
 
     @property
     def is_wanted(self) -> bool:
