@@ -192,10 +192,7 @@ class _Timer:
 
 
 def room_for(world_size: int) -> int:
-    """Return how many connections may be in their handshake at once in a world of this size.
-
-    All ranks may dial at once, and a rank dials again while its cut connection still counts.
-    """
+    """Return how many handshakes may run at once: all ranks may dial, some of them again."""
     return max(_LEAST_ROOM, 2 * world_size)
 
 
@@ -330,8 +327,7 @@ class Acceptor(EventThread):
             self._drop(stranger, f"rank {hello.rank}: {status.name}")
             return
         self._release(stranger)
-        # After the verdict, but before this thread reads anything else: what a welcome peer sends
-        # before it leaves is still received.
+        # Before this thread reads anything else: what a welcome peer sends is still received.
         try:
             self._house.enter(hello, stranger.stream, stranger.responder.seals())
         except BaseException:

@@ -101,9 +101,9 @@ _arena = _Arena()
 
 
 def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
-    """Return a loan, which keeps the memory alive, and its description; None for too many pieces.
+    """Return a loan, which keeps the memory alive until ``revoke``, and its description to send.
 
-    The caller sends the description, calls ``wait``, and then ``revoke``, also after an error.
+    None for too many pieces.
     """
     views = [memoryview(buffer) for buffer in buffers]
     pieces = [(address_of(view), view.nbytes) for view in views if view.nbytes]

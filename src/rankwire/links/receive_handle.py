@@ -167,9 +167,8 @@ class FirstReceive(ReceiveHandle):
 
     It is posted in all of them. The thread that reads the first message withdraws it elsewhere; a
     second message that has come by then returns to the head of its queue. The waiting thread reads
-    the connections that no other thread reads, and sleeps at all of them at once. It parks a waiter
-    in each inbox, which is released when another thread has read the message, a connection is
-    added, or a reading role is left.
+    what no other thread reads, sleeps at all connections, and parks a waiter in each inbox, which
+    is released when the message was read, a connection is added, or a reading role is left.
 
     Lock: ``_lock`` guards the choice alone; no other lock is taken under it.
 

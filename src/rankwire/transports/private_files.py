@@ -19,8 +19,7 @@ from rankwire.errors import ConfigurationError
 # Much more than any secret or key has.
 MAX_PRIVATE_NBYTES = 1 << 20
 _MAX_LINKS = 8
-# Not to follow a link, to wait for the writer of a FIFO, to leave it to children, or to be given a
-# terminal.
+# Follow no link, wait for no writer of a FIFO, leave it to no child, take no terminal.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 

@@ -4,9 +4,8 @@ A small collective on one host consists of *steps*, the same on all ranks. In a 
 its bytes into its *slot* and then *publishes* the step with the tag of the operation
 (``collectives.exchange``); the other ranks wait for that and read the slot.
 
-Every rank has two slots, for even and odd steps, so that one can be written while the other is
-read. A rank that writes step k overwrites step k - 2, so it waits until all others have published
-k - 1. After most steps this is known already.
+Every rank has two slots, for even and odd steps. A rank that writes step k overwrites step k - 2,
+so it waits until all others have published k - 1. After most steps this is known already.
 
 The memory, little-endian::
 
@@ -21,13 +20,10 @@ The memory, little-endian::
     ======  ==============================================================================
 
 One store of eight bytes publishes a step, after its bytes, tag and size. This is correct on
-processors that keep stores in order (x86); the owner uses segments nowhere else. A rank that dies
-before the store has published nothing.
+processors that keep stores in order (x86); the owner uses segments nowhere else.
 
-A waiting rank polls for a moment, because most waits are short; where ranks share cores it yields
-between two looks. Then it sleeps by futex(2), called by number because the C library has no
-function for it. A segment does not notice that a rank is lost: the thread that learns of it calls
-``disturb``, and a waiting rank checks.
+A waiting rank polls for a moment, then sleeps by futex(2), called by number because the C library
+has no function for it. The thread that learns that a rank is lost calls ``disturb``.
 """
 
 from __future__ import annotations
@@ -150,10 +146,7 @@ class _Timespec(ctypes.Structure):
 
 
 def sleep_while(address: int, value: int, seconds: float) -> None:
-    """Sleep while the aligned four bytes at an address have a value, until woken or a signal comes.
-
-    The kernel compares the value and puts the thread to sleep in one step.
-    """
+    """Sleep while the four bytes at an aligned address have a value, or until woken or a signal."""
     fraction, whole = math.modf(seconds)
     limit = _Timespec(int(whole), int(fraction * 1e9))
     _library.syscall(

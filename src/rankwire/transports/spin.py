@@ -35,7 +35,7 @@ class Spin:
     """A budget in seconds that adapts to whether spinning pays. Races only blur it.
 
     Attributes:
-        budget: How long to poll now. A thread that finds something sets it to ``most``.
+        budget: How long to poll now.
         most: The full budget.
         yields: Whether ranks share cores, and a thread yields between two looks.
     """

@@ -124,10 +124,7 @@ def unpack_size(header: bytes) -> tuple[int, int]:
 
 
 def is_farewell(tail: bytes) -> bool:
-    """Return whether a stream that ends with these bytes ends with a farewell, a bare header.
-
-    For sealed frames use ``FrameParser.is_farewell``.
-    """
+    """Return whether a stream without seals that ends with these bytes ends with a farewell."""
     if len(tail) < HEADER_NBYTES:
         return False
     channel, _, group, tag, nbytes = HEADER.unpack_from(tail, len(tail) - HEADER_NBYTES)

@@ -38,7 +38,7 @@ class HiddenKey(bytes):
 
 
 class RankKey(HiddenKey):
-    """The key of one rank, where the process does not have the secret itself."""
+    """The key of one rank, of a process without the secret."""
 
 
 def rank_key(secret: bytes, rank: int, incarnation: int = 0) -> RankKey:

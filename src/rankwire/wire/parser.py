@@ -228,7 +228,7 @@ class FrameParser:
         """Return the state after the bytes that came last; nothing changes until ``commit``.
 
         Also returns whether its frames include a greeting, a farewell or a loan, or a violation
-        follows them. Raises ``ProtocolError`` if the stream is invalid.
+        follows them.
         """
         if self.violation is not None:
             raise self.violation.copy()
@@ -359,10 +359,7 @@ class FrameParser:
             return None
 
     def vacate(self, destination: Destination) -> None:
-        """Move what has come for a destination into memory of its own. Safe to repeat.
-
-        Not while another thread reads or takes frames.
-        """
+        """Move what has come for a destination away. Safe to repeat; not while a thread reads."""
         frames, counts, sequence, place, read = self.state
         large = place.large
         for at, (envelope, payload) in enumerate(frames):

@@ -110,10 +110,7 @@ def find_placed(
     first: memoryview,
     frames: Iterable[Frame],
 ) -> Placed | None:
-    """Return where a large payload goes, if its receiver provides memory for it.
-
-    ``frames`` are those before it that were not taken yet.
-    """
+    """Return where a large payload goes; ``frames`` are those before it, not taken yet."""
     group, channel, tag = envelope
     before = envelope, (group, channel | LOAN, tag)
     if find_place is None or any(

@@ -19,8 +19,8 @@ The memory, little-endian, each word on its own cache line::
     ======  ==============================================================================
 
 One store of eight bytes publishes a record, after its bytes. This is correct on processors that
-keep stores in order (x86); the owner uses rings nowhere else. An interrupted writer has published
-nothing. What the other process writes is checked like bytes from a network.
+keep stores in order (x86); the owner uses rings nowhere else. What the other process writes is
+checked like bytes from a network.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class RingReader:
     def take(self, place: int, sequence: int, frames: deque[Frame]) -> int:
         """Append the records before the stream's frame of a sequence number to ``frames``.
 
-        ``place`` is the total of bytes read before; the result is the total now. Nothing else
-        changes until ``words[READ]`` is set. Frames before an invalid record are appended too.
+        ``place`` is the total of bytes read before; the result is the total now. Frames before an
+        invalid record are appended too.
         """
         written, data = self.words[WRITTEN], self._data
         if not 0 <= written - place <= _DATA_NBYTES:
