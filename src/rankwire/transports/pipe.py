@@ -49,6 +49,11 @@ class Position(NamedTuple):
         """Whether the next byte begins a frame."""
         return not self.left and not self.head
 
+    @property
+    def is_behind_message(self) -> bool:
+        """Whether a message has just been completed."""
+        return self.is_message and self.is_at_header
+
 
 @dataclass(slots=True, eq=False)
 class Route:
@@ -149,8 +154,7 @@ class Pipe:
         except BaseException:
             self.wake_readers()  # interrupted: no other thread would
             raise
-        position = chunk.position
-        if self._route is not None and position.is_message and position.is_at_header:
+        if self._route is not None and chunk.position.is_behind_message:
             self._route.on_message()
 
     def _next_chunk(self, data: bytes, counts: list[int], *, is_cut: bool) -> _Chunk:

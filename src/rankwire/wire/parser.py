@@ -121,9 +121,7 @@ class FrameParser:
         if place is not self._between:
             if self.violation is not None:
                 raise self.violation.copy()
-            if not counts:
-                counts.extend(map(receive_into, (self.receive_buffer(),)))
-            return False if counts[0] else None
+            return False if self._receive(receive_into) else None
         _, _, _, buffer, view, _ = place
         if not counts:
             counts.extend(map(receive_into, (view,)))
@@ -206,6 +204,12 @@ class FrameParser:
         if self._between is None or self._between.buffer is not buffer:
             self._between = place
         return self._between
+
+    def _receive(self, receive_into: Callable[[memoryview], int]) -> int:
+        counts = self.state[1]
+        if not counts:
+            counts.extend(map(receive_into, (self.receive_buffer(),)))
+        return counts[0]
 
     def read_by(self, read: Callable[[memoryview, list[int]], None]) -> int:
         """Receive by code that appends the number of bytes to the list, as one step.
@@ -294,8 +298,7 @@ class FrameParser:
             sequence = (sequence + 1) & SEQUENCE_MASK
         if self.violation is not None:
             is_special = True
-            if not frames:
-                raise self.violation.copy()
+            self._raise_unless(frames)
         place = self._place(start, end, sealed, buffer, view, large)
         return (frames, [], sequence, place, read), is_special
 
@@ -307,6 +310,10 @@ class FrameParser:
         except ProtocolError as error:
             self.violation = error.kept()
             return read
+
+    def _raise_unless(self, frames: deque[Frame]) -> None:
+        if self.violation is not None and not frames:
+            raise self.violation.copy()
 
     def is_farewell(self, tail: bytes) -> bool:
         """Return whether a stream whose unread bytes end like this ends with a genuine farewell."""
