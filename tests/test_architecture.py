@@ -13,19 +13,17 @@ import rankwire
 SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
-    "errors", "texts", "clock", "deadline", "fork", "public_dir", "shutdown",
-    "finalizers", "environment", "override", "runtime", "interrupts",
+    "errors", "texts", "clock", "deadline", "fork", "public_dir", "finalizers",
+    "environment", "override", "runtime", "interrupts",
 }  # fmt: skip
 TO_THE_WIRE = {"wire", "transports", "links"}
 # What each layer may import of ours (its own modules apart).
 MAY_IMPORT = {
     "error_base": set(),
     "errors": {"error_base", "texts"},
-    "version": set(),
     "texts": set(),
     "fork": {"errors", "runtime"},
-    "shutdown": {"errors", "finalizers", "runtime"},
-    "finalizers": {"clock", "runtime", "interrupts"},
+    "finalizers": {"errors", "clock", "runtime", "interrupts"},
     "clock": {"runtime"},
     "public_dir": set(),
     "override": set(),
@@ -48,15 +46,15 @@ MAY_IMPORT = {
         *LEAVES, "codec", "wire", "observe", "rendezvous", "mesh", "backends", "rpc",
         "collectives", "launch",
     },
-    "launch": {*LEAVES, *TO_THE_WIRE, "codec", "version", "observe", "backends", "rendezvous"},
-    "cli": {"errors", "version", "launch"},
+    "launch": {*LEAVES, *TO_THE_WIRE, "codec", "observe", "backends", "rendezvous"},
+    "cli": {"errors", "launch"},
     "torch": {
         *LEAVES, "codec", "observe", "rendezvous", "mesh", "backends", "rpc", "collectives",
         "__init__",
     },
     "__main__": {"cli"},
     "__init__": {
-        "errors", "version", "codec", "observe", "transports", "backends", "rpc", "collectives",
+        "errors", "codec", "observe", "transports", "backends", "rpc", "collectives",
         "device_mesh", "launch",
     },
 }  # fmt: skip

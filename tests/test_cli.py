@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
+from rankwire import __version__
 from rankwire.cli import main
-from rankwire.version import __version__
 
 
 class Done(NamedTuple):

@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 # Vocabulary without behaviour of its own; shown by the tests of those who use it.
 WITHOUT_OWN_TEST = {
-    "version", "__main__", "override", "runtime", "mesh/calls", "mesh/transport",
+    "__main__", "override", "runtime", "mesh/calls", "mesh/transport",
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
@@ -73,7 +73,6 @@ SHOWN_IN = {
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
     "testing/conformance/tools": "conformance/test_conformance.py",
     "fork": "faults/test_f_ending.py",
-    "shutdown": "faults/test_f_ending.py",
     "observe/status": "conformance/test_conformance.py",
     "rendezvous/reports": "rendezvous/test_coordinator.py",
     "rendezvous/membership": "backends/test_control_plane.py",

@@ -22,7 +22,8 @@ from rankwire.errors import __all__ as _errors
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
-from rankwire.version import __version__
+
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from rankwire.backends.faults import FaultPlan

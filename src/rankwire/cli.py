@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from rankwire import __version__
 from rankwire.errors import ConfigurationError
 from rankwire.launch.run import run as run_ranks
 from rankwire.launch.run_options import FailureRules, JobHosts, OnFailure, RunOptions
-from rankwire.version import __version__
 
 app = typer.Typer(
     add_completion=False,

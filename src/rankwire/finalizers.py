@@ -1,27 +1,34 @@
-"""Finalizers: a thread does the work for objects that were garbage-collected.
+"""Let a thread do the work of finalizers, and close what is still open when the interpreter exits.
 
 The garbage collector calls ``__del__`` and ``weakref.finalize`` in any thread that allocates
 memory, also while that thread holds a lock. A finalizer that takes a lock can wait for its own
 thread, without a timeout. So finalizers of this package take no lock, not even those of logging:
-they call ``hand_over``, and a thread does the rest.
+they call ``hand_over``, and a thread does the rest. It starts with the first work and ends after a
+moment without. No lock guards that: ``_idle`` holds one item while there is no thread, and
+``deque.pop`` gives it to one caller.
 
-The thread starts with the first work and ends after a moment without. No lock guards that:
-``_idle`` holds one item while there is no thread, and ``deque.pop`` gives it to one caller.
+At exit, agents and backends that are still open are closed in reverse order of creation, so an
+agent before its backend. Peers then get a farewell, or the traceback if the program ends by an
+uncaught error. After ``os._exit`` or a signal they report the process as lost. Daemon threads of
+the user that are still in a call get its error, but its traceback is not printed.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import starmap
-from sys import is_finalizing
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
+from rankwire.errors import ChannelClosedError
 from rankwire.interrupts import ONCE
 
 _log = logging.getLogger("rankwire")
@@ -39,7 +46,7 @@ def hand_over(work: Callable[..., object], *args: Any) -> None:
     Calls run one after the other, in order; what they raise is logged. When the interpreter exits,
     pending calls run too, but none that is handed over after that.
     """
-    if is_finalizing():
+    if sys.is_finalizing():
         return
     _due.put((work, args))  # safe also if the collector has interrupted another put
     try:
@@ -48,7 +55,7 @@ def hand_over(work: Callable[..., object], *args: Any) -> None:
         deque(starmap(runtime.start_new_thread, starmap(_idle.pop, ONCE)), 0)
     except IndexError:  # there is a thread
         return
-    except RuntimeError:  # no thread can start now: the next caller tries, or ``finish`` does it
+    except RuntimeError:  # no thread can start now: the next caller tries, or ``_finish`` does it
         _idle.append(_START)
 
 
@@ -72,17 +79,12 @@ def _run() -> None:
             while True:
                 _do(*_due.get(timeout=_LINGER))
         _idle.append(_START)
-        if _due.empty() or not _take_role():
+        if _due.empty():
             return
-
-
-def _take_role() -> bool:
-    """Continue as the thread; return False if another one was started."""
-    try:
-        _idle.pop()
-    except IndexError:
-        return False
-    return True
+        try:
+            _idle.pop()  # work has come: go on
+        except IndexError:  # another thread was started
+            return
 
 
 def _do(work: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -92,7 +94,7 @@ def _do(work: Callable[..., object], args: tuple[Any, ...]) -> None:
         _log.exception("%r failed after its object was dropped", work)
 
 
-def finish() -> None:
+def _finish() -> None:
     """Run what is left when the interpreter exits, where no thread may start any more."""
     if not _idle:  # let the thread finish its work
         done = runtime.Event()
@@ -103,12 +105,76 @@ def finish() -> None:
             _do(*_due.get_nowait())
 
 
+# -- at exit ---------------------------------------------------------------------------------------
+
+
+class Leaving(Protocol):
+    """An object that is closed when the interpreter exits."""
+
+    def leave_at_exit(self, error: BaseException | None) -> None:
+        """Close quickly, with the uncaught error that ends the program, if any. Idempotent."""
+
+
+T = TypeVar("T")
+Leave = Callable[[T, BaseException | None], None]
+
+_leaving: WeakKeyDictionary[Any, Leave[Any]] = WeakKeyDictionary()  # in the order of their making
+
+
+def _leave(thing: Leaving, error: BaseException | None) -> None:
+    thing.leave_at_exit(error)
+
+
+@overload
+def close_at_exit(thing: Leaving) -> None: ...
+@overload
+def close_at_exit(thing: T, leave: Leave[T]) -> None: ...
+def close_at_exit(thing: Any, leave: Leave[Any] = _leave) -> None:
+    """Close an object when the interpreter exits, if it still exists then.
+
+    Pass ``leave`` where a public ``leave_at_exit`` would be one more method for users to see.
+    """
+    _leaving[thing] = leave
+
+
+def _close_at_exit() -> None:
+    runtime.wrap_thread_excepthook(_without_farewells)
+    error = _uncaught()
+    for thing, leave in reversed(list(_leaving.items())):
+        try:
+            leave(thing, error)
+        except Exception as trouble:  # close the others too
+            _log.warning("something went wrong while leaving: %s", trouble)
+    _finish()
+
+
+def _uncaught() -> BaseException | None:
+    """Return the error that ends the program; at a prompt the user has seen the last one."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
+
+
+def _without_farewells(hook: runtime.ThreadHook) -> runtime.ThreadHook:
+    """Return a hook for uncaught errors of threads that ignores those caused by closing."""
+
+    def report(args: runtime.ExceptHookArgs) -> None:
+        is_daemon = args.thread is not None and args.thread.daemon
+        if not (is_daemon and isinstance(args.exc_value, ChannelClosedError)):
+            hook(args)
+
+    return report
+
+
 def _renew() -> None:
-    """Begin anew in a forked child: the thread and its work belong to the parent."""
+    """Begin anew in a forked child: the objects, the thread and its work are the parent's."""
     global _due
     _due = runtime.SimpleQueue()
     _idle.clear()
     _idle.append(_START)
+    _leaving.clear()
 
 
+atexit.register(_close_at_exit)
 os.register_at_fork(after_in_child=_renew)

@@ -12,7 +12,7 @@ import fault_programs as programs
 import pytest
 
 from faults.sizes import trials
-from rankwire import RpcAgent, TcpBackend, shutdown
+from rankwire import RpcAgent, TcpBackend, finalizers
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, Running, address_of, bound_socket, eventually, tcp_world
@@ -285,7 +285,7 @@ def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way, measured)
 def test_an_object_that_cannot_leave_at_exit_does_not_keep_others_from_leaving():
     program = """
         from rankwire import TcpBackend
-        from rankwire.shutdown import close_at_exit
+        from rankwire.finalizers import close_at_exit
 
         class Stuck:
             def leave_at_exit(self, error):
@@ -307,10 +307,10 @@ def test_an_object_that_cannot_leave_at_exit_does_not_keep_others_from_leaving()
 
 def test_what_is_closed_or_gone_is_not_closed_again():
     with tcp_world(1) as (backend,):
-        assert backend in shutdown._leaving
+        assert backend in finalizers._leaving
     backend.leave_at_exit(None)
     del backend
-    assert all(thing.closed for thing in shutdown._leaving if isinstance(thing, TcpBackend))
+    assert all(thing.closed for thing in finalizers._leaving if isinstance(thing, TcpBackend))
 
 
 # -- row 37: Ctrl-C

@@ -9,13 +9,13 @@ from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.finalizers import close_at_exit
 from rankwire.mesh.dialing import Transport
 from rankwire.mesh.lookout import Link
 from rankwire.mesh.segments import DEFAULT_SEGMENT_NBYTES
 from rankwire.mesh.tcp_mesh import TcpMesh
 from rankwire.rendezvous.own_listeners import OwnListeners
 from rankwire.rendezvous.secret import given_secret
-from rankwire.shutdown import close_at_exit
 from rankwire.transports.security import Integrity, Security, Tls, choose_policy
 from rankwire.transports.sockets import Socket
 from rankwire.transports.tcp_stream import ListeningPlace, TcpAddress

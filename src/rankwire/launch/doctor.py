@@ -25,13 +25,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rankwire import __version__
 from rankwire.backends.connect import connect
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import RankwireError
 from rankwire.launch.diagnosis import Cell, Facts, Report, diagnose
 from rankwire.rendezvous.runtime_dir import namespace
-from rankwire.version import __version__
 
 DEFAULT_NBYTES = 64 << 20
 _ROUND_TRIPS = 300

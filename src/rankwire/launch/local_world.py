@@ -20,13 +20,13 @@ from rankwire.backends.simulated import SimulatedBackend
 from rankwire.clock import REAL_TIME
 from rankwire.environment import default_timeout
 from rankwire.errors import ChannelClosedError, RankFailedError
+from rankwire.finalizers import close_at_exit
 from rankwire.fork import guard, invalidate
 from rankwire.launch.function_run import FunctionRun, Printer, Rank, RankOutcome, values_of
 from rankwire.launch.process_world import LEAVE_PATIENCE, ProcessWorld
 from rankwire.observe.stacks import stacks
 from rankwire.override import override
 from rankwire.public_dir import PublicDir
-from rankwire.shutdown import close_at_exit
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rankwire import runtime
 from rankwire.errors import ConfigurationError
+from rankwire.finalizers import close_at_exit
 from rankwire.fork import guard
 from rankwire.links.acceptor import Acceptor
 from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
 from rankwire.rendezvous.secret import AgreedSecret
-from rankwire.shutdown import close_at_exit
 from rankwire.transports import listen
 from rankwire.transports.byte_stream import Listener
 from rankwire.transports.sockets import Socket

@@ -13,6 +13,7 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, ConfigurationError, PeerLostError, RankwireError
+from rankwire.finalizers import close_at_exit
 from rankwire.fork import guard, invalidate
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.agent_calls import AgentCalls
@@ -23,7 +24,6 @@ from rankwire.rpc.registry import Registry, Resolve, Resolver
 from rankwire.rpc.reservations import DEFAULT_QUEUED_NBYTES
 from rankwire.rpc.server import Server
 from rankwire.rpc.stop_signal import STOP, StopSignal
-from rankwire.shutdown import close_at_exit
 
 _EXIT_GRACE = 0.1  # seconds
 _GRACE = 5.0
