@@ -22,7 +22,7 @@ from worlds import RankProcess, address_of, bound_socket, free_port, spawn_ranks
 # Two hosts alike; three ranks and one; three hosts whose ranks take turns.
 PLACES = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 0, 2)]
 
-_BE_ON = "setattr(__import__('sys').modules['rankwire.rendezvous.own_listeners'], 'host_id', {})"
+_BE_ON = "setattr(__import__('sys').modules['rankwire.rendezvous.formation'], 'host_id', {})"
 
 
 class MeshElsewhere(TcpMesh):

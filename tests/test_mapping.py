@@ -14,7 +14,6 @@ WITHOUT_OWN_TEST = {
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
     "error_base": "test_errors.py",
-    "rendezvous/own_listeners": "rendezvous/test_formation.py",
     "rendezvous/world_watch": "rendezvous/test_coordinator.py",
     "interrupts": "test_interrupt_steps.py",
     "backends/posting": "backends/test_handles.py",

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rankwire.errors import ProtocolError
-from rankwire.rendezvous.attendance import MAX_AGENTS, Attendance
+from rankwire.rendezvous.roll import MAX_AGENTS, Attendance
 from rankwire.wire.control_messages import AgentSays, AgentState
 
 OPEN, SERVING, LEAVING, CLOSED = AgentState

@@ -666,7 +666,7 @@ def test_a_member_that_lies_about_its_process_does_not_stop_the_job(pid):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Ranks that seem to be on another host than the coordinator."""
-    monkeypatch.setattr("rankwire.rendezvous.own_listeners.host_id", lambda: "elsewhere")
+    monkeypatch.setattr("rankwire.rendezvous.formation.host_id", lambda: "elsewhere")
 
 
 def free_range(count: int) -> int:

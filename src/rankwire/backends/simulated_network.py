@@ -27,8 +27,7 @@ from rankwire.backends.arguments import check_rank
 from rankwire.backends.faults import FaultPlan, Link, Operation, Timetable, link_between
 from rankwire.clock import Clock
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
-from rankwire.rendezvous.attendance import Answers, Attendance
-from rankwire.rendezvous.roll import Roll
+from rankwire.rendezvous.roll import Answers, Attendance, Roll
 from rankwire.transports.memory_stream import MemoryStream, memory_pair
 from rankwire.transports.pipe import Gate, Route
 from rankwire.wire.control_messages import AgentSays, Fallen, Notice, sanitize_notice

@@ -14,7 +14,7 @@ from rankwire.mesh.dialing import Transport
 from rankwire.mesh.lookout import Link
 from rankwire.mesh.segments import DEFAULT_SEGMENT_NBYTES
 from rankwire.mesh.tcp_mesh import TcpMesh
-from rankwire.rendezvous.own_listeners import OwnListeners
+from rankwire.rendezvous.formation import OwnListeners
 from rankwire.rendezvous.secret import given_secret
 from rankwire.transports.security import Integrity, Security, Tls, choose_policy
 from rankwire.transports.sockets import Socket

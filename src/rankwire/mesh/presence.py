@@ -1,7 +1,7 @@
 """Presence: what an agent tells the agents of its name on other ranks about itself.
 
 It says that it is open, that it does nothing but serve, that it leaves, or that it is closed, to
-whoever keeps the attendance of the world (``rendezvous.attendance``); no rank dials another for it.
+whoever keeps the attendance of the world (``rendezvous.roll``); no rank dials another for it.
 Two answers come back: the opening is known, so that no agent that is told of it leaves without this
 one; and all others have left. If there is none who would answer, because the coordinator is lost or
 the backend is closed, all waiting ends.

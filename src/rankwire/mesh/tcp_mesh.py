@@ -33,9 +33,9 @@ from rankwire.mesh.segments import Segments
 from rankwire.mesh.transport import NEW_GROUP
 from rankwire.observe.stacks import stacks
 from rankwire.observe.status import PeerStatus
-from rankwire.rendezvous.formation import Formation
-from rankwire.rendezvous.own_listeners import OwnKeys, OwnListeners
+from rankwire.rendezvous.formation import Formation, OwnListeners
 from rankwire.rendezvous.runtime_dir import remove_socket_file
+from rankwire.rendezvous.secret import OwnKeys
 from rankwire.texts import name_ranks
 from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.poller import EpollPoller

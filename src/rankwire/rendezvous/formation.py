@@ -1,4 +1,4 @@
-"""Form the world of a TCP backend.
+"""Form the world of a TCP backend, and own what this rank brings to it.
 
 Rank 0 coordinates unless a launcher does; the other ranks join. Afterwards the formation passes on
 what the acceptor and the control connections report. A world of one rank opens nothing.
@@ -6,6 +6,10 @@ what the acceptor and the control connections report. A world of one rank opens 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -13,22 +17,126 @@ import msgspec
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
+from rankwire.errors import ConfigurationError
+from rankwire.finalizers import close_at_exit
+from rankwire.fork import guard
 from rankwire.links.acceptor import Acceptor, room_for
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.join import Joiner
 from rankwire.rendezvous.membership import Audience, Membership
-from rankwire.rendezvous.own_listeners import OwnKeys, OwnListeners
 from rankwire.rendezvous.reports import Told
-from rankwire.rendezvous.runtime_dir import host_id
-from rankwire.transports.byte_stream import ByteStream
+from rankwire.rendezvous.runtime_dir import host_id, new_socket_path, sweep_socket_files
+from rankwire.rendezvous.secret import OwnKeys
+from rankwire.transports import listen
+from rankwire.transports.byte_stream import ByteStream, Listener
 from rankwire.transports.security import Policy
-from rankwire.transports.tcp_stream import TcpAddress, start_listening
+from rankwire.transports.sockets import Socket
+from rankwire.transports.tcp_stream import (
+    ListeningPlace,
+    TcpAddress,
+    listen_somewhere,
+    listen_tcp,
+    start_listening,
+)
 from rankwire.wire.control_messages import AgentSays, Fallen, Member, Notice, Patience, World
 from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
 from rankwire.wire.keys import KEY_NBYTES
 from rankwire.wire.seals import Seals
 
 _LOOK_EVERY = 0.5  # seconds between two checks for connections that may be cut
+
+
+class OwnListeners:
+    """Listens for a rank until an acceptor does, and owns the files that it makes.
+
+    ``advertise`` is the host by which others reach this rank, if not that of ``place``.
+    ``share_files`` adds a Unix socket. ``listener`` is a bound TCP socket for rank 0 to use.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        place: ListeningPlace,
+        *,
+        advertise: str | None,
+        share_files: bool,
+        listener: Socket | None,
+    ) -> None:
+        self._rank = rank
+        self._place = place
+        self._advertise = advertise
+        self._share_files = share_files
+        self._files: list[Callable[[], None]] = []  # each call removes one file
+        # Until the acceptor has them.
+        self._tcp_listener = listener
+        self._unix_listener: Listener | None = None
+        self._member: Member | None = None
+        guard(self)
+        close_at_exit(self, OwnListeners._remove_files)
+
+    def listen_at(self, address: TcpAddress) -> Socket:
+        """Return the TCP listener of rank 0: at the place if that is set, else at the address."""
+        if self._tcp_listener is None:
+            place = self._place
+            if place.low != place.high:
+                raise ConfigurationError("rank 0 listens at the one port of its address")
+            where = TcpAddress(place.host or address.host, place.low or address.port)
+            self._tcp_listener = listen_tcp(where)
+        return self._tcp_listener
+
+    def describe(self, host: str) -> Member:
+        """Listen at the host that reached the coordinator, once, and return this rank's entry."""
+        if self._member is not None:
+            return self._member
+        if self._tcp_listener is None:
+            self._tcp_listener = listen_somewhere(self._place, host)
+        unix_path = ""
+        if self._share_files:
+            sweep_socket_files()
+            unix_path = new_socket_path()
+            self._unix_listener = listen(f"unix://{unix_path}")
+            self.own_file(partial(Path(unix_path).unlink, missing_ok=True))
+        self._member = Member(
+            self._rank,
+            runtime.getpid(),
+            self._advertise or self._place.specific_host or host,
+            self._tcp_listener.getsockname()[1],
+            unix_path,
+            host_id(),
+        )
+        return self._member
+
+    def own_file(self, remove: Callable[[], None]) -> None:
+        """Call ``remove`` at the end, for a file that this rank has made."""
+        self._files.append(remove)
+
+    def leave_files(self) -> None:
+        """Leave the files where they are: the next world removes them."""
+        self._files.clear()
+
+    def pass_to(self, acceptor: Acceptor) -> None:
+        """Let an acceptor listen and own the listeners."""
+        for listener in self._all():
+            acceptor.listen(listener)
+        self._tcp_listener = self._unix_listener = None
+
+    def _all(self) -> list[Socket | Listener]:
+        return [each for each in (self._tcp_listener, self._unix_listener) if each is not None]
+
+    def close(self) -> None:
+        """Stop listening and remove the files. Idempotent."""
+        for listener in self._all():
+            listener.close()
+        self._remove_files()
+
+    def close_in_child(self) -> None:
+        """Close the listeners in a forked child, and leave the files to the parent."""
+        self.leave_files()
+        self.close()
+
+    def _remove_files(self, error: BaseException | None = None) -> None:
+        for remove in self._files:
+            remove()
 
 
 class Owner(Audience, Protocol):
@@ -57,50 +165,42 @@ class Owner(Audience, Protocol):
         """Take the connection of an admitted rank."""
 
 
+@dataclass(eq=False, repr=False)
 class Formation:
     """Forms the world, and owns the control connections of a rank.
 
-    Ranks of another ``job`` are refused. ``has_coordinator`` says that a launcher coordinates, and
-    not rank 0.
-
     Attributes:
         address: Where the world forms, with the port that was chosen.
+        job: The name of the job; ranks of another one are refused.
+        has_coordinator: Whether a launcher coordinates, and not rank 0.
         acceptor: Accepts and reads connections; None in a world of one rank.
     """
 
-    def __init__(
-        self,
-        owner: Owner,
-        address: TcpAddress,
-        *,
-        keys: OwnKeys,
-        listeners: OwnListeners,
-        job: str,
-        policy: Policy,
-        patience: Patience,
-        has_coordinator: bool,
-    ) -> None:
-        self._owner = owner
-        self.address = address
-        self.keys = keys
-        self._listeners = listeners
-        self._job = job_id(job)
-        self.policy = policy
-        self._patience = patience
-        self._has_coordinator = has_coordinator
-        self.acceptor: Acceptor | None = None
-        self._epoch = 0
-        self._coordinator: Coordinator | None = None
-        self._membership: Membership | None = None
+    owner: Owner
+    address: TcpAddress
+    _: KW_ONLY
+    keys: OwnKeys
+    listeners: OwnListeners
+    job: str
+    policy: Policy
+    patience: Patience
+    has_coordinator: bool
+    acceptor: Acceptor | None = field(default=None, init=False)
+    _epoch: int = field(default=0, init=False)
+    _coordinator: Coordinator | None = field(default=None, init=False)
+    _membership: Membership | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._job = job_id(self.job)
 
     # -- forming -----------------------------------------------------------------------------------
 
     def form(self, deadline: Deadline) -> None:
         """Wait until all ranks are up and can dial each other; raise as ``TcpBackend`` does."""
-        if self._owner.world_size == 1:
+        if self.owner.world_size == 1:
             alone = Member(0, runtime.getpid(), self.address.host, 0, "", host_id())
             self._formed(World(1, [alone]))
-        elif self._owner.rank == 0 and not self._has_coordinator:
+        elif self.owner.rank == 0 and not self.has_coordinator:
             self._coordinate(deadline)
         else:
             self._join(deadline)
@@ -108,13 +208,13 @@ class Formation:
     def _join(self, deadline: Deadline) -> None:
         world, control, rest = Joiner(
             self.address,
-            self.hello(Purpose.JOIN, LAUNCHER if self._has_coordinator else 0),
+            self.hello(Purpose.JOIN, LAUNCHER if self.has_coordinator else 0),
             find_key=lambda: self.keys.find(self.address.port),
-            describe=self._listeners.describe,
+            describe=self.listeners.describe,
             deadline=deadline,
-            patience=self._patience,
+            patience=self.patience,
             policy=self.policy,
-            has_coordinator=self._has_coordinator,
+            has_coordinator=self.has_coordinator,
         ).join()
         if world.coordinator == 0:
             # Rank 0 may listen on all interfaces: use the address that reached it.
@@ -122,33 +222,33 @@ class Formation:
         self._formed(world)
         # Peers are accepted only now; those that have dialled wait in the listeners' backlog.
         acceptor = self._make_acceptor()
-        self._membership = Membership(control, world, acceptor, self._owner)
+        self._membership = Membership(control, world, acceptor, self.owner)
         self._membership.begin(rest)
         acceptor.start()
 
     def _formed(self, world: World) -> None:
         self._epoch = world.epoch
-        self.keys.take_all(world, self._owner.world_size)
-        self._owner.on_formed(world)
+        self.keys.take_all(world, self.owner.world_size)
+        self.owner.on_formed(world)
 
     def _coordinate(self, deadline: Deadline) -> None:
-        listener = self._listeners.listen_at(self.address)
+        listener = self.listeners.listen_at(self.address)
         self.address = TcpAddress(self.address.host, listener.getsockname()[1])
-        self.keys.coordinate(self.address.port, self._listeners.own_file)
-        me = self._listeners.describe(self.address.host)
+        self.keys.coordinate(self.address.port, self.listeners.own_file)
+        me = self.listeners.describe(self.address.host)
         acceptor = self._make_acceptor()
         self._coordinator = Coordinator(
             me,
-            self._owner.world_size,
+            self.owner.world_size,
             acceptor,
             key_of=self.keys.of_rank,
-            patience=self._patience,
+            patience=self.patience,
             told=Told(
                 on_formed=self._formed,
-                on_gone=self._owner.on_gone,
-                on_suspected=self._owner.on_suspected,
-                on_notice=self._owner.on_notice,
-                on_agent_answer=self._owner.on_agent_answer,
+                on_gone=self.owner.on_gone,
+                on_suspected=self.owner.on_suspected,
+                on_notice=self.owner.on_notice,
+                on_agent_answer=self.owner.on_agent_answer,
             ),
         )
         start_listening(listener)
@@ -169,20 +269,20 @@ class Formation:
     def _make_acceptor(self) -> Acceptor:
         self.acceptor = Acceptor(
             self,
-            self._owner.clock,
+            self.owner.clock,
             key=self._find_key_of,
             policy=self.policy,
-            room=room_for(self._owner.world_size),
+            room=room_for(self.owner.world_size),
         )
-        self.acceptor.call_every(_LOOK_EVERY, self._owner.look_for_silence)
-        self._listeners.pass_to(self.acceptor)
+        self.acceptor.call_every(_LOOK_EVERY, self.owner.look_for_silence)
+        self.listeners.pass_to(self.acceptor)
         return self.acceptor
 
     # -- once formed -------------------------------------------------------------------------------
 
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection to a peer."""
-        owner = self._owner
+        owner = self.owner
         return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
@@ -191,16 +291,16 @@ class Formation:
             return Status.OTHER_JOB, 0
         if hello.purpose is Purpose.JOIN:
             if self._coordinator is None:
-                return Status.INVALID_RANK, self._owner.world_size
+                return Status.INVALID_RANK, self.owner.world_size
             return self._coordinator.admit(hello)
         if hello.epoch != self._epoch or not self._epoch:
             return Status.OTHER_EPOCH, 0
-        return self._owner.admit(hello)
+        return self.owner.admit(hello)
 
     def enter(self, hello: Hello, sock: ByteStream, seals: Seals | None) -> None:
         """Pass an authenticated connection to the coordinator or the backend."""
         if hello.purpose is not Purpose.JOIN:
-            self._owner.enter(hello, sock, seals)
+            self.owner.enter(hello, sock, seals)
             return
         assert self._coordinator is not None
         self._coordinator.enter(hello.rank, sock, seals)
@@ -216,14 +316,14 @@ class Formation:
 
         def send() -> None:
             if self._coordinator is not None:
-                self._coordinator.watch.take_report(self._owner.rank, message)
+                self._coordinator.watch.take_report(self.owner.rank, message)
             elif self._membership is not None:
                 self._membership.report(message)
             is_sent.set()
 
         self.acceptor.call_soon(send)
-        if patience and not self._owner.closed:
-            self._owner.clock.wait(is_sent, patience)
+        if patience and not self.owner.closed:
+            self.owner.clock.wait(is_sent, patience)
         return True
 
     def silences(self) -> dict[int, float]:
@@ -247,6 +347,6 @@ class Formation:
             if fallen is not None and self._membership.has_ended:
                 # No rank can be notified. A removed file would mean an orderly exit, so it stays;
                 # the next world removes it.
-                self._listeners.leave_files()
+                self.listeners.leave_files()
             self._membership.leave(fallen)
-        self._listeners.close()
+        self.listeners.close()

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.attendance import Answers, Attendance
 from rankwire.rendezvous.control_protocol import tell
-from rankwire.rendezvous.roll import Roll
+from rankwire.rendezvous.roll import Answers, Attendance, Roll
 from rankwire.wire.control_messages import (
     AgentAnswer,
     AgentSays,

@@ -1,39 +1,42 @@
-"""Record which rank waits in which operation of which group, for the coordinator. Pure.
-
-A rank reports once that it waits in an operation, may ask once which ranks are missing, and reports
-that an operation has failed. The roll answers only if it has news:
-
-- Two ranks describe the operation of one number differently: all members get both descriptions. A
-  report also lists the operations before it, so a rank that had nothing to wait for in such an
-  operation, and went on, is found as well.
-- An operation has failed on one rank: all members are notified, once.
-- A rank waits in an operation that has failed, or missed an earlier failure: it is notified.
-- A rank asks for the missing ranks: it gets those not yet in this operation or a later one.
-
-So a late rank costs one message from each rank that waits, and two more near its deadline. The
-records are bounded for each rank, and dropped when the rank is gone.
-"""
+"""Record what the ranks of a world report: where they wait, and what their agents do. Pure."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from rankwire.wire.control_messages import Notice
+from rankwire.errors import ProtocolError
+from rankwire.wire.control_messages import AgentSays, AgentState, Notice
 
 Told = Iterator[tuple[int, Notice]]
+Answers = list[tuple[int, int]]  # ranks, and the numbers of the messages to answer
 _Key = tuple[int, tuple[int, ...]]
 
 _MOST_GROUPS = 64  # in which one rank may wait at a time; of more, the oldest report is dropped
 _MOST_NUMBERS = 16  # operations of a group whose descriptions are kept
 _MOST_FAILURES = 16  # failed operations of a group that are kept
 _MOST_WAYS = 4  # descriptions of one operation that are kept
+MAX_AGENTS = 4096  # of one rank; each has threads and a descriptor
 
 
 class Roll:
-    """The reports of a world's ranks. Used by one thread at a time."""
+    """Records which rank waits in which operation of which group. For one thread at a time.
+
+    A rank reports once that it waits in an operation, may ask once which ranks are missing, and
+    reports that an operation has failed. The roll answers only if it has news:
+
+    - Two ranks describe the operation of one number differently: all members get both descriptions.
+      A report also lists the operations before it, so a rank that had nothing to wait for in such
+      an operation, and went on, is found as well.
+    - An operation has failed on one rank: all members are notified, once.
+    - A rank waits in an operation that has failed, or missed an earlier failure: it is notified.
+    - A rank asks for the missing ranks: it gets those not yet in this operation or a later one.
+
+    So a late rank costs one message from each rank that waits, and two more near its deadline. The
+    records are bounded for each rank, and dropped when the rank is gone.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world = tuple(range(world_size))
@@ -186,3 +189,108 @@ def _lines(*places: tuple[int, str]) -> str:
     if len(known) > 1 and len({where for _, where in places}) == 1:
         return f" (both are at {places[0][1]})"
     return f" ({', '.join(known)})" if known else ""
+
+
+class Attendance:
+    """Tracks the agents of each name, and which wait for the others to leave. For one thread.
+
+    An agent that leaves keeps serving until each other agent of its name has left, only serves, or
+    is on a lost rank. It does not wait for agents of its own thread, so ``with RpcAgent(a),
+    RpcAgent(b):`` can leave them one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._services: defaultdict[int, _Service] = defaultdict(_Service)
+        self._services_of: defaultdict[int, set[int]] = defaultdict(set)
+
+    def hear(self, rank: int, says: AgentSays) -> Answers:
+        """Take an agent's message; return the messages to answer.
+
+        Raises ProtocolError if the rank has too many agents.
+        """
+        services = self._services_of[rank]
+        if len(services) >= MAX_AGENTS and says.service not in services:
+            raise ProtocolError(f"it said to the coordinator that it has over {MAX_AGENTS} agents")
+        services.add(says.service)
+        return self._services[says.service].hear(rank, says) + self._settle(says.service, rank)
+
+    def forget(self, rank: int) -> Answers:
+        """Drop the agents of a rank that is gone; return the messages to answer."""
+        answers: Answers = []
+        for number in [*self._services_of.get(rank, ())]:
+            self._services[number].drop(rank)
+            answers += self._settle(number, rank)
+        return answers
+
+    def _settle(self, number: int, rank: int) -> Answers:
+        service = self._services[number]
+        due = service.due()
+        for out in {rank, *(out for out, _ in due)}:
+            if not service.has(out):
+                self._services_of[out].discard(number)
+                if not self._services_of[out]:
+                    del self._services_of[out]
+        if service.is_empty:
+            del self._services[number]
+        return due
+
+
+class _Service:
+    """The agents of one name: for each rank, the thread that uses its agent."""
+
+    def __init__(self) -> None:
+        self._in_use: dict[int, int] = {}
+        self._serving: dict[int, int] = {}
+        self._leaving: dict[int, tuple[int, int]] = {}  # the owner, and the number to answer
+        # A leaving agent told these to stop serving; they count as in use.
+        self._stopped: set[int] = set()
+
+    def hear(self, rank: int, says: AgentSays) -> Answers:
+        was_stopped = rank in self._stopped
+        self.drop(rank)
+        match says.state:
+            case AgentState.OPEN:
+                self._in_use[rank] = says.owner
+                return [(rank, says.number)]
+            case AgentState.SERVING if not was_stopped:
+                self._serving[rank] = says.owner
+            case AgentState.SERVING:
+                self._in_use[rank] = says.owner
+            case AgentState.LEAVING:
+                for other in says.stopped:
+                    self._stop(other)
+                self._leaving[rank] = (says.owner, says.number)
+        return []
+
+    def _stop(self, rank: int) -> None:
+        if rank in self._serving:
+            self._in_use[rank] = self._serving.pop(rank)
+        elif rank in self._in_use:  # its last message may not have arrived yet
+            self._stopped.add(rank)
+
+    def drop(self, rank: int) -> None:
+        self._in_use.pop(rank, None)
+        self._serving.pop(rank, None)
+        self._leaving.pop(rank, None)
+        self._stopped.discard(rank)
+
+    def has(self, rank: int) -> bool:
+        return rank in self._in_use or rank in self._serving or rank in self._leaving
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._in_use or self._serving or self._leaving)
+
+    def due(self) -> Answers:
+        """Remove and return the agents that wait for no other."""
+        owners: set[int] = set()
+        for owner in self._in_use.values():
+            owners.add(owner)
+            if len(owners) > 1:
+                return []  # stop early: this runs whenever an agent leaves
+        due = [
+            (rank, number) for rank, (owner, number) in self._leaving.items() if owners <= {owner}
+        ]
+        for rank, _ in due:
+            del self._leaving[rank]
+        return due

@@ -1,6 +1,6 @@
-"""Find the job's secret.
+"""Find the job's secret, and derive a rank's keys from it.
 
-Sources, in this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``;
+Sources of the secret, in this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``;
 ``RANKWIRE_SECRET``; on loopback, a file that rank 0 writes into this user's runtime folder. A
 launcher keeps the secret and gives each rank only its ``RankKey``. The secret is never logged and
 never in a ``repr``.
@@ -12,7 +12,9 @@ import os
 import stat
 import struct
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rankwire import runtime
@@ -20,6 +22,8 @@ from rankwire.errors import ConfigurationError
 from rankwire.fork import renew_in_child
 from rankwire.rendezvous.runtime_dir import namespace, runtime_folder, runtime_folders
 from rankwire.transports.private_files import read_private
+from rankwire.wire.control_messages import Joined, World
+from rankwire.wire.keys import HiddenKey, RankKey, rank_key, unwrap, unwrap_one
 
 MIN_SECRET_NBYTES = 16
 _INSECURE = b"rankwire without a secret"  # public, so it proves nothing
@@ -45,11 +49,7 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
 
     Raises ConfigurationError if a secret is needed and was not given, or is too short.
     """
-    found = _encoded(secret)
-    if found is None:
-        found = _read_file()
-    if found is None:
-        found = _read_environment()
+    found = _given_or_read(secret)
     if found is not None and len(found) < MIN_SECRET_NBYTES:
         raise ConfigurationError(
             f"the secret has {len(found)} bytes, at least {MIN_SECRET_NBYTES} are needed; "
@@ -92,8 +92,7 @@ class AgreedSecret:
         """Write a new secret. To be called before listening, so that ranks that connect find it."""
         secret = runtime.token_bytes(32)
         draft = self._path.with_suffix(f".{runtime.getpid()}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with open(draft, "wb", opener=partial(os.open, mode=0o600)) as file:
             file.write(secret)
         _sweep(draft, self._namespace)
         draft.replace(self._path)
@@ -114,6 +113,54 @@ class AgreedSecret:
             self._path.unlink(missing_ok=True)
 
 
+class OwnKeys:
+    """The keys of a rank, of which ``own`` is the one with which it joins.
+
+    ``secret`` is what the user gave; None if rank 0 writes one to a file.
+    """
+
+    def __init__(self, rank: int, secret: bytes | None) -> None:
+        self._rank = rank
+        self._secret = secret
+        self.own = b""
+        self.shared: dict[int, HiddenKey] = {}  # with each other rank
+
+    def coordinate(self, port: int, own_file: Callable[[Callable[[], None]], None]) -> None:
+        """Take the keys of the rank that coordinates; if no secret was given, write one to a file.
+
+        ``own_file`` gets the function that removes the file.
+        """
+        if isinstance(self._secret, RankKey):
+            raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
+        if self._secret is None:
+            agreed = AgreedSecret(port)
+            self._secret = agreed.publish()
+            own_file(partial(agreed.remove, self._secret))
+        self.own = self.of_rank(self._rank)
+
+    def of_rank(self, rank: int) -> bytes:
+        """Return the key with which a rank joins, at the rank that coordinates."""
+        assert self._secret is not None
+        return rank_key(self._secret, rank)
+
+    def find(self, port: int) -> bytes | None:
+        """Return the key with which this rank joins; None if rank 0 has not written a secret."""
+        secret = self._secret or AgreedSecret(port).read()
+        if secret is None:
+            return None
+        self.own = secret if isinstance(secret, RankKey) else rank_key(secret, self._rank)
+        return self.own
+
+    def take_all(self, world: World, world_size: int) -> None:
+        """Take the keys that this rank shares with the others."""
+        if self.own:
+            self.shared = dict(unwrap(self.own, world.keys, self._rank, world_size))
+
+    def take(self, joined: Joined) -> None:
+        """Replace the key that is shared with a restarted rank."""
+        self.shared[joined.member.rank] = unwrap_one(self.own, joined.key)
+
+
 def _read_if_there(path: Path) -> bytes | None:
     with suppress(FileNotFoundError):
         return path.read_bytes()
@@ -127,7 +174,6 @@ def _sweep(newest: Path, namespace: int) -> None:
     was written; in another, after a day. Ages are relative to a file that was just written.
     """
     now = newest.stat().st_mtime
-    listening: set[int] | None = None
     for path in newest.parent.glob("secret-*"):
         try:
             age = now - path.stat().st_mtime
@@ -138,8 +184,7 @@ def _sweep(newest: Path, namespace: int) -> None:
         place, _, draft = path.name.removeprefix("secret-").partition(".")
         where, _, port = place.partition("-")
         if where == str(namespace) and port.isdecimal():
-            listening = _listening_ports() if listening is None else listening
-            is_stale = bool(draft) or int(port) not in listening
+            is_stale = bool(draft) or int(port) not in _listening_ports()
         else:
             is_stale = age > _SURELY_OVER
         if is_stale:
@@ -164,19 +209,19 @@ def _listening_ports() -> set[int]:
     return ports
 
 
-def _encoded(secret: bytes | str | None) -> bytes | None:
-    if secret is None:
-        return None
-    if isinstance(secret, str):
-        return secret.encode()
-    if not isinstance(secret, (bytes, bytearray, memoryview)):
-        raise ConfigurationError(f"a secret is bytes or text, not {type(secret).__name__}")
-    return secret if isinstance(secret, bytes) else bytes(secret)  # a RankKey stays one
-
-
-def _read_file() -> bytes | None:
-    name = os.environ.get("RANKWIRE_SECRET_FILE")
-    return read_secret_file(name, named=f"RANKWIRE_SECRET_FILE={name}") if name else None
+def _given_or_read(secret: bytes | str | None) -> bytes | None:
+    match secret:
+        case str():
+            return secret.encode()
+        case bytes():
+            return secret  # a RankKey stays one
+        case bytearray() | memoryview():
+            return bytes(secret)
+        case None:
+            if name := os.environ.get("RANKWIRE_SECRET_FILE"):
+                return read_secret_file(name, named=f"RANKWIRE_SECRET_FILE={name}")
+            return _read_environment()
+    raise ConfigurationError(f"a secret is bytes or text, not {type(secret).__name__}")
 
 
 def _read_environment() -> bytes | None:
