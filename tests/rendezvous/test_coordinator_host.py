@@ -1,4 +1,4 @@
-"""A coordinator that is no rank."""
+"""A coordinator that is no rank: worlds one after another, and who else is let in."""
 
 import threading
 
@@ -7,9 +7,11 @@ import pytest
 from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, PeerLostError, RendezvousError
-from rankwire.rendezvous.coordinator_host import CoordinatorHost
+from rankwire.rendezvous.coordinator_host import CoordinatorHost, bind
+from rankwire.rendezvous.launchers import Here, dial_launcher
 from rankwire.rendezvous.reports import Told
 from rankwire.transports.security import UNPROTECTED
+from real_time import Deadline
 from worlds import (
     PATIENCE,
     SECRET,
@@ -31,9 +33,10 @@ class Launcher:
     """Notes what it is told."""
 
     def __init__(self, world_size):
-        listener = bound_socket()
+        listener = bind("127.0.0.1:0")
         self.address = address_of(listener)
         self.told = []
+        self.launchers = []
         self.host = CoordinatorHost(
             listener,
             world_size,
@@ -46,20 +49,33 @@ class Launcher:
             ),
             clock=REAL_TIME,
             policy=UNPROTECTED,
+            nodes=3,
+            on_launcher=lambda node, link: self.launchers.append((node, link)),
         )
 
-    def join(self, rank, world_size, **options):
+    def join(self, rank, world_size, *, job="hosted", **options):
         return Running(
             TcpBackend,
             rank,
             world_size,
             self.address,
             secret=SECRET,
-            job="hosted",
+            job=job,
             has_coordinator=True,
             join_timeout=10.0,
             timeout=10.0,
             **options,
+        )
+
+    def dial(self, node, nodes):
+        return dial_launcher(
+            self.address,
+            secret=SECRET,
+            node=node,
+            nodes=nodes,
+            policy=UNPROTECTED,
+            deadline=Deadline(PATIENCE),
+            check=lambda: None,
         )
 
     def world(self, world_size, **options):
@@ -97,6 +113,35 @@ def test_when_all_have_gone_the_next_world_may_form(launcher):
             backend.close()
         eventually(lambda: len(launcher.told) % 4 == 0)
     assert launcher.told.count("formed") == 2
+
+
+def test_the_next_world_may_have_another_size_and_name(launcher):
+    launcher.host.expect(world_size=2, job="next")
+    for backend in launcher.world(2, job="next"):
+        backend.close()
+    eventually(lambda: launcher.told == ["formed", (0, True), (1, True)])
+    with pytest.raises(RendezvousError, match="another job"):
+        launcher.join(0, 2).result()
+
+
+def test_launchers_are_let_in_by_their_numbers(launcher):
+    link = launcher.dial(2, 3)
+    eventually(lambda: launcher.launchers)
+    ((node, other_end),) = launcher.launchers
+    link.tell(Here(4, "host"))
+    heard = []
+    eventually(lambda: heard.extend(other_end.receive()) or heard)
+    assert (node, heard) == (2, [Here(4, "host")])
+    link.close()
+    other_end.close()
+    for number, nodes, words in ((1, 2, "--nnodes 3"), (3, 3, "not one of"), (0, 3, "not one of")):
+        with pytest.raises(RendezvousError, match=words):
+            launcher.dial(number, nodes)
+
+
+def test_a_port_that_is_taken(launcher):
+    with pytest.raises(ConfigurationError, match="Address already in use"):
+        bind(launcher.address)
 
 
 def test_a_launcher_begins_anew_while_an_old_rank_is_still_there(launcher):

@@ -8,7 +8,6 @@ import socket
 import stat
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -147,15 +146,6 @@ def test_ranks_start_in_any_order(order):
         say_hello([ranks[rank].result() for rank in range(3)])
 
 
-def test_workers_wait_for_a_master_that_starts_later():
-    with Forming(3) as forming:
-        workers = [forming.start(rank) for rank in (1, 2)]
-        time.sleep(0.2)
-        assert not any(worker.done for worker in workers)
-        world = [forming.start(0).result(), *(worker.result() for worker in workers)]
-        say_hello(world)
-
-
 def test_workers_that_find_the_launchers_socket_before_rank_0_exists_wait_for_it():
     """A launcher binds and listens, then starts the ranks; rank 0 may be the last to come up."""
     with Forming(2) as forming:
@@ -186,13 +176,6 @@ def test_32_ranks_at_once():
         assert world[17].recv(31) == b"x"
 
 
-def test_a_world_of_processes_forms():
-    with process_world(3) as ranks:
-        entering = [rank.start("barrier") for rank in ranks]
-        for entered in entering:
-            entered.result()
-
-
 # -- missing ranks
 
 
@@ -216,15 +199,6 @@ def test_missing_ranks_are_named_by_everybody_whoever_gives_up_first(first):
         assert one.error().missing == [2]
         # Rank 1 has given up by then, or was there until the end.
         assert zero.error().missing == ([2] if first == "rank 0" else [1, 2])
-
-
-def test_a_missing_rank_0_is_named_on_all_others():
-    with Forming(3, join_timeout=0.3) as forming:
-        for rank in [forming.start(rank) for rank in (1, 2)]:
-            error = rank.error()
-            assert isinstance(error, RendezvousError)
-            assert error.missing == [0]
-            assert forming.address in str(error)
 
 
 def test_a_rank_that_left_while_forming_is_named_as_missing():
@@ -947,10 +921,3 @@ def test_a_runtime_folder_with_a_path_too_long_for_sockets_is_no_riddle(folder):
 def test_the_default_join_timeout_is_finite():
     defaults = TcpBackend.__init__.__kwdefaults__
     assert 0 < defaults["join_timeout"] <= 600
-
-
-def test_no_warning_is_given_in_good_order():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with tcp_world(2) as world:
-            say_hello(world)

@@ -23,7 +23,7 @@ from rankwire.errors import (
     VersionMismatchError,
 )
 from rankwire.links.connection import Connection
-from rankwire.rendezvous.join import Joiner
+from rankwire.rendezvous.join import Attempts, Joiner
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.control_messages import (
@@ -481,6 +481,15 @@ def test_a_launcher_that_is_not_reached_is_not_called_rank_0(door):
     with pytest.raises(RendezvousError, match="the coordinator was not reached") as caught:
         join_as(0, door(stay, listening=False), limit=0.1, has_coordinator=True)
     assert caught.value.missing == []
+
+
+def test_ranks_that_give_up_at_the_same_deadline_are_not_the_cause():
+    attempts = Attempts(1, TcpAddress("127.0.0.1", 4000), Deadline(1e-9), has_coordinator=False)
+    attempts.begin()
+    attempts.admitted()
+    attempts.note_missing([3])
+    attempts.note_missing([2, 3])
+    assert attempts.missing == [3]
 
 
 def test_a_launcher_that_is_reached_may_miss_rank_0(door):

@@ -55,7 +55,7 @@ from rankwire.wire.control_messages import (
     Suspected,
     World,
 )
-from rankwire.wire.handshake import Purpose
+from rankwire.wire.handshake import Purpose, job_id
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
 
@@ -135,11 +135,11 @@ class TcpMesh(Mesh):
         self.security = policy.mode
         self.ranks_return = has_coordinator
         self.formation = Formation(
-            self,
-            where,
+            owner=self,
+            address=where,
             keys=OwnKeys(rank, secret),
             listeners=listeners,
-            job=job,
+            job=job_id(job),
             policy=policy,
             patience=patience,
             has_coordinator=has_coordinator,

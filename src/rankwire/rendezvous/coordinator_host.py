@@ -1,13 +1,13 @@
 """Host a coordinator in a launcher, so that rank 0 is a rank like any other.
 
-The host coordinates the worlds of one job one after the other: the next may form once all ranks are
-gone or are to be restarted (``expect``). A rank that was restarted alone rejoins its world
-(``expect_again``). The host also admits the launchers of other hosts.
+The host coordinates the worlds of one job one after the other (``expect``), lets a rank that was
+restarted alone rejoin its world (``expect_again``), and admits the launchers of other hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from rankwire.clock import Clock
 from rankwire.errors import ConfigurationError, NoConnectionError
@@ -26,17 +26,18 @@ from rankwire.wire.seals import Seals
 
 
 def bind(address: str) -> Socket:
-    """Return a socket bound to ``host:port``; raise ConfigurationError if that is not possible."""
+    """Return a socket bound to ``host:port``, or raise ConfigurationError."""
     try:
         return listen_tcp(TcpAddress.parse(address))
     except NoConnectionError as error:
         raise ConfigurationError(f"cannot listen on {address}: {error.message}") from error
 
 
+@dataclass(eq=False, repr=False)
 class CoordinatorHost:
     """Coordinates worlds without being a rank. It closes ``listener``.
 
-    Args:
+    Attributes:
         told: The callbacks; they run on the acceptor's thread.
         are_restarted: Whether lost ranks are restarted: then a world is kept for them, even if no
             rank is left in it.
@@ -45,46 +46,39 @@ class CoordinatorHost:
             launcher, which the callback then owns.
     """
 
-    def __init__(
-        self,
-        listener: Socket,
-        world_size: int,
-        *,
-        secret: bytes,
-        job: str,
-        clock: Clock,
-        policy: Policy,
-        told: Told | None = None,
-        are_restarted: bool = False,
-        nodes: int = 1,
-        on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close(),
-    ) -> None:
-        self._nodes = nodes
-        self._on_launcher = on_launcher
-        self._world_size = world_size
-        self._job = job_id(job)
-        self._told = told or Told()
-        self._are_restarted = are_restarted
+    listener: Socket
+    world_size: int
+    _: KW_ONLY
+    secret: bytes
+    job: str
+    clock: Clock
+    policy: Policy
+    told: Told = field(default_factory=Told)
+    are_restarted: bool = False
+    nodes: int = 1
+    on_launcher: Callable[[int, LauncherLink], None] = lambda node, link: link.close()
+
+    def __post_init__(self) -> None:
         self._present: set[int] = set()
         self._lost: set[int] = set()  # ranks of the current world
         self._incarnations: dict[int, int] = {}
-        self._secret = secret
         self._absent: dict[int, str] = {}
-        self._acceptor = Acceptor(self, clock, key=self._find_key, policy=policy)
-        self._acceptor.listen(listener)
+        self._job = job_id(self.job)
+        self._acceptor = Acceptor(self, self.clock, key=self._find_key, policy=self.policy)
+        self._acceptor.listen(self.listener)
         self._coordinator = self._new_coordinator()
-        start_listening(listener)
+        start_listening(self.listener)
         self._acceptor.start()
 
     def _new_coordinator(self) -> Coordinator:
-        self._acceptor.room = room_for(self._world_size)
+        self._acceptor.room = room_for(self.world_size)
         coordinator = Coordinator(
             None,
-            self._world_size,
+            self.world_size,
             self._acceptor,
             key_of=self._key_of,
             incarnation_of=self._incarnation_of,
-            told=self._told._replace(
+            told=self.told._replace(
                 on_formed=self._formed, on_gone=self._gone, on_joined=self._joined
             ),
         )
@@ -95,12 +89,12 @@ class CoordinatorHost:
     def _formed(self, world: World) -> None:
         self._present = {member.rank for member in world.members}
         self._lost = set()
-        self._told.on_formed(world)
+        self.told.on_formed(world)
 
     def _joined(self, member: Member) -> None:
         self._present.add(member.rank)
         self._lost.discard(member.rank)
-        self._told.on_joined(member)
+        self.told.on_joined(member)
 
     def _gone(self, gone: Gone) -> None:
         if gone.rank < 0:  # the ranks have given up this process
@@ -109,17 +103,17 @@ class CoordinatorHost:
         self._present.discard(gone.rank)
         if not gone.orderly:
             self._lost.add(gone.rank)
-        self._told.on_gone(gone)
-        if not self._present and not (self._are_restarted and self._lost):
+        self.told.on_gone(gone)
+        if not self._present and not (self.are_restarted and self._lost):
             self.expect()
 
     def _find_key(self, hello: Hello) -> bytes:
         if hello.purpose is Purpose.LAUNCH:
-            return handshake_key(self._secret)
+            return handshake_key(self.secret)
         return self._key_of(hello.rank)
 
     def _key_of(self, rank: int) -> bytes:
-        return rank_key(self._secret, rank, self._incarnation_of(rank))
+        return rank_key(self.secret, rank, self._incarnation_of(rank))
 
     def _incarnation_of(self, rank: int) -> int:
         return self._incarnations.get(rank, 0)
@@ -131,23 +125,23 @@ class CoordinatorHost:
         if hello.job != self._job:
             return Status.OTHER_JOB, 0
         if hello.purpose is not Purpose.JOIN:
-            return Status.INVALID_RANK, self._world_size
+            return Status.INVALID_RANK, self.world_size
         return self._coordinator.admit(hello)
 
     def _admit_launcher(self, hello: Hello) -> tuple[Status, int]:
         if hello.job != job_id(LAUNCH_JOB):
             return Status.OTHER_JOB, 0
-        if hello.world_size != self._nodes:
-            return Status.WRONG_WORLD_SIZE, self._nodes
-        if not 0 < hello.rank < self._nodes:
-            return Status.INVALID_RANK, self._nodes
+        if hello.world_size != self.nodes:
+            return Status.WRONG_WORLD_SIZE, self.nodes
+        if not 0 < hello.rank < self.nodes:
+            return Status.INVALID_RANK, self.nodes
         return Status.WELCOME, 0
 
     def enter(self, hello: Hello, sock: ByteStream, seals: Seals | None) -> None:
         """Pass an admitted connection to the coordinator, or to ``on_launcher``."""
         if hello.purpose is Purpose.LAUNCH:
-            link = LauncherLink(sock, hello.rank, self._acceptor.clock, seals)
-            self._on_launcher(hello.rank, link)
+            link = LauncherLink(sock, hello.rank, self.clock, seals)
+            self.on_launcher(hello.rank, link)
         else:
             self._coordinator.enter(hello.rank, sock, seals)
 
@@ -155,7 +149,7 @@ class CoordinatorHost:
         """Let the ranks of the next world join, maybe of a new size. Safe from any thread."""
 
         def begin() -> None:
-            self._world_size = self._world_size if world_size is None else world_size
+            self.world_size = self.world_size if world_size is None else world_size
             if job is not None:
                 self._job = job_id(job)
                 self._absent, self._incarnations = {}, {}

@@ -1,13 +1,12 @@
 """Form the world of a TCP backend, and own what this rank brings to it.
 
-Rank 0 coordinates unless a launcher does; the other ranks join. Afterwards the formation passes on
-what the acceptor and the control connections report. A world of one rank opens nothing.
+Rank 0 coordinates unless a launcher does; the other ranks join. A world of one rank opens nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -39,7 +38,7 @@ from rankwire.transports.tcp_stream import (
     start_listening,
 )
 from rankwire.wire.control_messages import AgentSays, Fallen, Member, Notice, Patience, World
-from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status, job_id
+from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status
 from rankwire.wire.keys import KEY_NBYTES
 from rankwire.wire.seals import Seals
 
@@ -107,11 +106,11 @@ class OwnListeners:
         return self._member
 
     def own_file(self, remove: Callable[[], None]) -> None:
-        """Call ``remove`` at the end, for a file that this rank has made."""
+        """Call ``remove`` at the end."""
         self._files.append(remove)
 
     def leave_files(self) -> None:
-        """Leave the files where they are: the next world removes them."""
+        """Leave the files for the next world to remove."""
         self._files.clear()
 
     def pass_to(self, acceptor: Acceptor) -> None:
@@ -165,23 +164,22 @@ class Owner(Audience, Protocol):
         """Take the connection of an admitted rank."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Formation:
     """Forms the world, and owns the control connections of a rank.
 
     Attributes:
         address: Where the world forms, with the port that was chosen.
-        job: The name of the job; ranks of another one are refused.
+        job: Ranks of another job are refused.
         has_coordinator: Whether a launcher coordinates, and not rank 0.
         acceptor: Accepts and reads connections; None in a world of one rank.
     """
 
     owner: Owner
     address: TcpAddress
-    _: KW_ONLY
     keys: OwnKeys
     listeners: OwnListeners
-    job: str
+    job: bytes
     policy: Policy
     patience: Patience
     has_coordinator: bool
@@ -189,9 +187,6 @@ class Formation:
     _epoch: int = field(default=0, init=False)
     _coordinator: Coordinator | None = field(default=None, init=False)
     _membership: Membership | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._job = job_id(self.job)
 
     # -- forming -----------------------------------------------------------------------------------
 
@@ -283,11 +278,11 @@ class Formation:
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection to a peer."""
         owner = self.owner
-        return Hello(purpose, self._job, self._epoch, owner.world_size, owner.rank, peer, service)
+        return Hello(purpose, self.job, self._epoch, owner.world_size, owner.rank, peer, service)
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Return whether an authenticated peer may connect, or why not."""
-        if hello.job != self._job:
+        if hello.job != self.job:
             return Status.OTHER_JOB, 0
         if hello.purpose is Purpose.JOIN:
             if self._coordinator is None:

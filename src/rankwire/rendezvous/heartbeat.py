@@ -67,7 +67,12 @@ class Silence:
             seconds = now - at
             if seconds >= self._patience.fail_after:
                 self.forget(rank)
-                changes.append(Gone(rank, _silent_reason(seconds), silent=True))
+                reason = (
+                    f"its process has been silent for {seconds:.3g} s although its connection "
+                    "stands: stopped, out of memory, or busy in native code with the interpreter "
+                    "lock held"
+                )
+                changes.append(Gone(rank, reason, silent=True))
             elif seconds >= self._patience.suspect_after:
                 if rank not in self._suspected:
                     self._suspected.add(rank)
@@ -85,10 +90,3 @@ class Silence:
         if missed > _LATE_BEATS * self._patience.beat:
             for rank, at in self._heard.items():
                 self._heard[rank] = min(now, at + missed)
-
-
-def _silent_reason(seconds: float) -> str:
-    return (
-        f"its process has been silent for {seconds:.3g} s although its connection stands: stopped, "
-        "out of memory, or busy in native code with the interpreter lock held"
-    )

@@ -55,8 +55,8 @@ _AUTHENTICATION_TRIES = 3
 class Attempts:
     """Records the attempts of one rank to join, and makes the error if all of them fail.
 
-    ``deadline`` limits all attempts together. ``missing`` has the ranks that had not joined at the
-    last attempt.
+    ``deadline`` limits all attempts together. Of the last one, ``missing`` has the ranks that had
+    not joined, and ``is_connected`` says whether the connection was accepted.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Attempts:
     missing: list[int] = field(default_factory=list, init=False)
     _count: int = field(default=0, init=False)
     _refusals: int = field(default=0, init=False)
-    _is_connected: bool = field(default=False, init=False)
+    is_connected: bool = field(default=False, init=False)
     _is_admitted: bool = field(default=False, init=False)
     # The last error before (False) and after (True) the connection was established.
     _troubles: dict[bool, RankwireError] = field(default_factory=dict, init=False)
@@ -88,12 +88,8 @@ class Attempts:
     def begin(self) -> None:
         """Begin an attempt."""
         self.missing = [] if self.has_coordinator else [0]
-        self._is_connected = self._is_admitted = False
+        self.is_connected = self._is_admitted = False
         self._count += 1
-
-    def connected(self) -> None:
-        """Record that the connection was accepted."""
-        self._is_connected = True
 
     def admitted(self) -> None:
         """Record that the coordinator admitted this rank."""
@@ -102,7 +98,7 @@ class Attempts:
 
     def failed(self, trouble: RankwireError) -> None:
         """Record why the attempt failed."""
-        self._troubles[self._is_connected] = trouble
+        self._troubles[self.is_connected] = trouble
 
     def refused(self, error: AuthenticationError) -> None:
         """Record that authentication failed; raise the error if it has failed too often."""
@@ -197,7 +193,7 @@ class Joiner:
     def _try(self) -> tuple[World, Connection, list[Frame]]:
         self._attempts.begin()
         sock = connect_tcp(self.address, self.deadline)
-        self._attempts.connected()
+        self._attempts.is_connected = True
         try:
             stream, seals = self._authenticate(sock)
             member = self.describe(sock.getsockname()[0])
@@ -223,11 +219,10 @@ class Joiner:
         limit = self.deadline.sooner(HANDSHAKE_LIMIT)
         return authenticate(sock, self.hello, key=key, deadline=limit, policy=self.policy)
 
-    def _within(self, seconds: float) -> Deadline:
-        return Deadline(seconds, self.deadline.clock)
-
     def _no_secret(self) -> RankwireError:
-        self._without_secret = self._without_secret or self._within(HANDSHAKE_LIMIT)
+        self._without_secret = self._without_secret or Deadline(
+            HANDSHAKE_LIMIT, self.deadline.clock
+        )
         reason = f"something listens on {self.address}, but there is no secret of its rank 0"
         if not self._without_secret.expired:
             return NoConnectionError(f"{reason} yet")
@@ -236,7 +231,7 @@ class Joiner:
     def _await_world(self, control: Connection) -> tuple[World, list[Frame]]:
         attempts = self._attempts
         attempts.admitted()
-        report = self._within(_REPORT_EVERY)
+        report = Deadline(_REPORT_EVERY, self.deadline.clock)
         while True:
             frames = control.read(self.deadline.sooner(report.remaining()))
             for index, frame in enumerate(frames):
@@ -255,7 +250,7 @@ class Joiner:
             if self.deadline.expired:
                 raise attempts.too_late()
             if report.expired:
-                report = self._within(_REPORT_EVERY)
+                report = Deadline(_REPORT_EVERY, self.deadline.clock)
                 _log.warning(
                     "rank %d waits for %s (%.0f s)",
                     self.hello.rank,

@@ -58,7 +58,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """From node 0: restart one of your ranks; ``incarnation`` counts its restarts with this one."""
+    """From node 0: restart one of your ranks; ``incarnation`` counts its restarts."""
 
     rank: int
     incarnation: int
@@ -158,7 +158,7 @@ def _harmless(message: Message) -> Message:
 
 
 class LauncherLink:
-    """Connects two launchers; a selector can watch it. For one thread. It closes its stream."""
+    """Connects two launchers. For one thread. It closes its stream."""
 
     def __init__(self, stream: ByteStream, node: int, clock: Clock, seals: Seals | None) -> None:
         expect_prompt_reading(stream)
@@ -168,7 +168,7 @@ class LauncherLink:
         self._clock = clock
 
     def fileno(self) -> int:
-        """Return the file descriptor, for pollers."""
+        """Return the file descriptor, for selectors."""
         return self._connection.fileno()
 
     def tell(self, message: Message) -> None:
@@ -201,7 +201,7 @@ class LauncherLink:
 
 
 def _of_a_launcher(error: RankwireError) -> RankwireError:
-    """Return a copy of an error without a rank: a launcher has none."""
+    """Return a copy of an error, without a rank."""
     twin = error.copy()
     twin.peer = None
     if isinstance(error, PeerLostError):

@@ -1,8 +1,6 @@
 """Check that joining ranks can be reached, and find the address of rank 0.
 
-Behind address translation or a firewall the address that a rank advertises may not work, so the
-coordinator opens a connection to it and closes it again. Nothing is authenticated here; the
-handshake of every later connection does that.
+Nothing is authenticated here; the handshake of every later connection does that.
 """
 
 from __future__ import annotations
@@ -29,10 +27,11 @@ _PAUSE = 0.1  # seconds between two rounds over all addresses
 
 
 class Reachability:
-    """Tries to connect to each rank that joins, each on a thread of its own.
+    """Connects to each rank that joins, on a thread of its own, and closes the connection again.
 
-    Its methods run on the acceptor's thread, which calls ``on_answer`` with the connection and the
-    join request of a rank that is still connected, and why it cannot be reached, or an empty text.
+    Behind address translation or a firewall the address that a rank advertises may not work. The
+    methods run on the acceptor's thread, which calls ``on_answer`` with the connection and the join
+    request of a rank that is still connected, and why it cannot be reached, or an empty text.
     """
 
     def __init__(
@@ -41,8 +40,7 @@ class Reachability:
         self._acceptor = acceptor
         self._on_answer = on_answer
         self._host_id = host_id()
-        self._present: dict[int, Connection] = {}  # ranks that wait for an answer
-        self._waiting: dict[int, Join] = {}  # their requests, until they are tried
+        self._waiting: dict[int, tuple[Connection, Join]] = {}  # ranks that wait for an answer
         self._tried: set[int] = set()
 
     def check(self, connection: Connection, join: Join) -> None:
@@ -51,24 +49,24 @@ class Reachability:
             self._on_answer(connection, join, "")
             return
         rank = join.member.rank
-        self._present[rank], self._waiting[rank] = connection, join
+        self._waiting[rank] = connection, join
         if rank not in self._tried:
-            self._try(rank)
+            self._try(rank, connection, join)
 
     def forget(self, rank: int) -> None:
-        """Drop the pending answer for a rank that is gone."""
-        self._present.pop(rank, None)
+        """Drop the request of a rank that is gone."""
         self._waiting.pop(rank, None)
 
-    def _try(self, rank: int) -> None:
-        connection, join = self._present[rank], self._waiting.pop(rank)
-
+    def _try(self, rank: int, connection: Connection, join: Join) -> None:
         def answered(trouble: str) -> None:
             self._tried.discard(rank)
-            if rank in self._waiting:
-                self._try(rank)
-            elif self._present.get(rank) is connection:
+            if rank not in self._waiting:
+                return
+            if self._waiting[rank][0] is connection:
+                del self._waiting[rank]
                 self._on_answer(connection, join, trouble)
+            else:  # it has connected again
+                self._try(rank, *self._waiting[rank])
 
         call_back(
             join.member,

@@ -68,24 +68,17 @@ def is_last_moment(deadline: Deadline) -> bool:
 
 
 class Roster:
-    """Records which ranks have joined a forming world. The coordinator's lock guards it.
-
-    Attributes:
-        unreached: Why ranks cannot be reached by others.
-        absent: Why ranks will never join.
-        has_changed: Whether it has changed since ranks were notified of the missing ones.
-        is_hopeless: Whether ranks were notified that another will never join.
-    """
+    """Records which ranks have joined a forming world. The coordinator's lock guards it."""
 
     def __init__(self, world_size: int, me: Member | None) -> None:
         self.world_size = world_size
         self.coordinator = -1 if me is None else me.rank
         self.members: dict[int, Member] = {} if me is None else {me.rank: me}
-        self.unreached: dict[int, str] = {}
-        self.absent: dict[int, str] = {}
+        self.unreached: dict[int, str] = {}  # why ranks cannot be reached by others
+        self.absent: dict[int, str] = {}  # why ranks will never join
         self.deadline: Deadline | None = None
-        self.has_changed = False
-        self.is_hopeless = False
+        self.has_changed = False  # since ranks were notified of the missing ones
+        self.is_hopeless = False  # whether ranks were notified that another will never join
         self._gave_up: set[int] = set()
 
     def enter(self, member: Member) -> None:
@@ -156,7 +149,7 @@ class Rejoins:
         self._queue.append(member)
 
     def announce(self, members: Iterable[int]) -> Member | None:
-        """Return the next rank to announce to these members; None if there is none to announce."""
+        """Return the next rank to announce to these members, if there is one."""
         if self._announced is not None or not self._queue:
             return None
         self._announced = self._queue.pop(0)

@@ -52,11 +52,11 @@ def runtime_folder() -> Path:
 
 
 def find_runtime_folder() -> tuple[Path, str]:
-    """Return the first safe folder, which is made if necessary, and why the others are not safe.
+    """Return the first safe folder, made if necessary, and why the folders before it are not safe.
 
     In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``; ``rankwire-UID``
     in ``/tmp``, which another user can make first; a folder for this host in this user's home.
-    Raise ConfigurationError if none is safe.
+    Raises ConfigurationError if none is safe.
     """
     troubles: list[str] = []
     for candidate in _candidates():
@@ -75,15 +75,9 @@ def runtime_folders() -> Iterator[Path]:
 
 
 class _Candidate(NamedTuple):
-    """A folder that may be used: the last of ``folders``, each of which is for this user alone.
-
-    ``base`` is the folder above them, which must exist and be safe. ``named`` is how the user
-    named it, for the texts.
-    """
-
-    base: Path
-    folders: tuple[Path, ...]
-    named: str = ""
+    base: Path  # must exist and be safe
+    folders: tuple[Path, ...]  # below it, each for this user alone; the last is to be used
+    named: str = ""  # how the user named it, for the texts
 
 
 def _candidates() -> Iterator[_Candidate]:
@@ -103,7 +97,6 @@ def _candidates() -> Iterator[_Candidate]:
 
 
 def _checked(candidate: _Candidate, *, may_be_made: bool) -> Path:
-    """Return a candidate's folder; raise ConfigurationError if it is not safe or cannot be made."""
     asked = candidate.named or candidate.base
     try:
         _check_base(candidate.base, asked)
@@ -158,11 +151,8 @@ def has_removed(path: str) -> bool:
 
 
 def remove_socket_file(path: str) -> None:
-    """Remove the socket file of another process of this user.
-
-    That process named the path, so a path outside the runtime folders is ignored.
-    """
-    file = Path(path)
+    """Remove the socket file of another process of this user."""
+    file = Path(path)  # named by that process, so it may be anywhere
     if file.suffix == ".sock" and file.parent in runtime_folders():
         file.unlink(missing_ok=True)
 

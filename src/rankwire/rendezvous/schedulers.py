@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from rankwire.environment import RANK, without_services
 from rankwire.errors import ConfigurationError
@@ -73,18 +74,13 @@ class Assignment:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Describes one kind of launcher, and its name in ``RANKWIRE_LAUNCHER``.
-
-    It always sets the variables that it ``needs``. ``read`` returns the assignment; None if another
-    launcher set the variables.
-    """
+class Launcher(NamedTuple):
+    """Describes one kind of launcher. It always sets the variables that it ``needs``."""
 
     name: str
-    key: str
+    key: str  # in ``RANKWIRE_LAUNCHER``
     needs: tuple[str, ...]
-    read: Callable[[Environment], Assignment | None]
+    read: Callable[[Environment], Assignment | None]  # None: another launcher set the variables
 
 
 def find_assignment(environ: Environment) -> Assignment:
@@ -273,8 +269,8 @@ def _derived(
 ) -> Assignment:
     """Return an assignment with a derived address, unless the user has set one.
 
-    ``variables`` name the rank and the number of ranks. ``hosts`` are where rank 0 may run, the
-    likeliest first. ``seed`` identifies the job, or is empty.
+    ``variables`` name the rank and the world size. ``hosts`` may run rank 0, the likeliest
+    first. ``seed`` identifies the job, or is empty.
     """
     rank, world_size = (read_integer(environ, name) for name in variables)
     if environ.get(ADDRESS):
@@ -321,8 +317,7 @@ def read_integer(environ: Environment, name: str) -> int:
 def expand_nodes(text: str) -> Iterator[str]:
     """Yield the host names in one of Slurm's lists, such as ``gpu[01-03,7],login``.
 
-    Of several brackets in one name, the last varies fastest. Raise ConfigurationError if the list
-    is invalid.
+    Of several brackets in one name, the last varies fastest. Raises ConfigurationError.
     """
     names = [found[0] for found in _NAME.finditer(text)]
     if not names or ",".join(names) != text:
@@ -334,8 +329,7 @@ def expand_nodes(text: str) -> Iterator[str]:
 def expand_nodes_of_open_mpi(text: str) -> list[str]:
     """Return the host names in one of Open MPI's lists, such as ``gpu[2:1-3,7],login@0(5)``.
 
-    The number before the colon says how many digits the others have. Raise ConfigurationError if
-    the list is invalid.
+    The number before the colon says how many digits the others have. Raises ConfigurationError.
     """
     names = text.partition("@")[0]
     as_slurm = _DIGITS.sub(lambda found: f"[{_widen(found[2], int(found[1]))}]", names)

@@ -128,7 +128,7 @@ class OwnKeys:
     def coordinate(self, port: int, own_file: Callable[[Callable[[], None]], None]) -> None:
         """Take the keys of the rank that coordinates; if no secret was given, write one to a file.
 
-        ``own_file`` gets the function that removes the file.
+        ``own_file`` gets the function that removes that file.
         """
         if isinstance(self._secret, RankKey):
             raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")

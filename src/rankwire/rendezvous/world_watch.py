@@ -79,11 +79,8 @@ class WorldWatch:
         return self._world is not None and not self.rejoins.is_under_way(rank)
 
     def _members(self) -> dict[int, Connection]:
-        return {
-            rank: connection
-            for rank, connection in self.controls.items()
-            if not self.rejoins.is_under_way(rank)
-        }
+        is_on_its_way = self.rejoins.is_under_way
+        return {rank: control for rank, control in self.controls.items() if not is_on_its_way(rank)}
 
     def tell_all(self, message: Message) -> None:
         """Send a message to all ranks but those that rejoin."""
@@ -93,7 +90,7 @@ class WorldWatch:
     # -- losses ------------------------------------------------------------------------------------
 
     def heard(self, rank: int) -> None:
-        """Record that a rank was heard."""
+        """Note that a rank was heard."""
         self._silence.heard(rank, self._acceptor.clock.now())
 
     def was_absent(self) -> bool:
@@ -106,8 +103,7 @@ class WorldWatch:
 
     def beat(self) -> None:
         """Send a heartbeat, and judge the ranks that sent none."""
-        beat = Beat(list(self._silence.lengths(self._acceptor.clock.now()).items()))
-        self.tell_all(beat)
+        self.tell_all(Beat(list(self.silences().items())))
         for change in self._silence.judge(self._acceptor.clock.now()):
             if isinstance(change, Gone):
                 self._lose(change)
