@@ -1,8 +1,7 @@
 """Read the time, and wait with a timeout.
 
-A world gets one ``Clock`` from its user and passes it to everything that waits in it, so a
-simulated world can run in another time than the real one. Code outside of worlds, such as a
-launcher, uses ``REAL_TIME``. Waits for sockets and processes are elsewhere.
+A world passes one ``Clock`` to everything that waits in it, so a simulated world can run in another
+time than the real one. Code outside of worlds, such as a launcher, uses ``REAL_TIME``.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ REAL_TIME = Clock()
 class SafeCondition(runtime.Condition):
     """A condition that an interrupt (Ctrl-C) cannot leave acquired.
 
-    One call of a C function enters and leaves it. ``Condition`` has Python methods: an interrupt
-    after the lock's own ``__enter__`` leaves it acquired, and other threads wait forever.
+    One C function enters it. ``Condition`` has a Python method: an interrupt after the lock's own
+    ``__enter__`` leaves it acquired, and other threads wait forever.
     """
 
     __enter__ = property(attrgetter("_lock.__enter__"))

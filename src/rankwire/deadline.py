@@ -1,7 +1,7 @@
 """Limit one whole operation by one timeout.
 
-A ``Deadline`` is made once, where the user's call enters the library, and passed down to every
-lock, connect, handshake, send and receive. It uses the clock of its world, which is monotonic.
+A ``Deadline`` is made where the user's call enters the library, and passed down to everything that
+waits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ _LONGEST_SLEEP = 86_400.0
 
 
 class Deadline:
-    """A point in monotonic time.
-
-    Args:
-        limit: Seconds from now, any real number. 0 polls, ``math.inf`` never expires.
-        clock: The clock of the world.
+    """A point in monotonic time, ``limit`` seconds from now: 0 polls, ``math.inf`` never expires.
 
     Raises:
         ConfigurationError: The limit is negative, not a number, or too large for a float.

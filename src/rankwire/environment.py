@@ -1,7 +1,6 @@
 """List the environment variables that rankwire reads, and read the default timeout.
 
-docs/settings.md explains each variable; the modules that use one read it. Kubernetes sets variables
-with the same prefix for a service named such as ``rankwire``: they are neither read nor reported.
+docs/settings.md explains each variable; the modules that use one read it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _log = logging.getLogger("rankwire")
 
 
 def without_services(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what Kubernetes sets for services with our prefix."""
+    """Return the environment without what Kubernetes sets for a service named as ``rankwire``."""
     return {
         name: value
         for name, value in environ.items()

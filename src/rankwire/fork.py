@@ -1,10 +1,10 @@
 """Keep a child that ``os.fork`` makes from using or harming what its parent holds.
 
 A child has none of its parent's threads, so a lock may stay held forever, and it shares its
-parent's sockets. Every object with descriptors, locks or threads is *guarded*: its
-``close_in_child`` runs once in the child, before any other code. It closes the child's copies of
-descriptors without notifying peers, so that a connection ends when the parent dies. An object that
-users hold is also *invalidated*: every use of it raises ``ForkedProcessError``.
+parent's sockets. An object with descriptors, locks or threads is *guarded*: it closes the child's
+copies of descriptors before any other code runs, without notifying peers, so that a connection ends
+when the parent dies. An object that users hold is also *invalidated*: every use of it raises
+``ForkedProcessError``.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def renew_in_child(lock: runtime.Lock) -> None:
 def invalidate(thing: object) -> None:
     """In a child: make every use of an object raise; closing it does nothing.
 
-    Replacing the class, rather than checking in each operation, costs the parent nothing, needs no
-    lock and covers every operation.
+    Replacing the class costs the parent nothing, needs no lock and covers every operation.
     """
     kind = type(thing)
     if kind not in _invalidated:

@@ -2,7 +2,7 @@
 
 A public class lists its own public attributes in ``_SHOWN``, and derives from ``PublicDir``.
 Classes of the package without a list show nothing; other base classes and users' subclasses show
-everything. Classes show the same as their objects, because Python's prompt completes from both.
+everything. Python's prompt completes from classes too, so they show the same.
 """
 
 from __future__ import annotations

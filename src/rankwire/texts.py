@@ -1,8 +1,8 @@
 """Make texts from other ranks short enough to print, and harmless to a terminal.
 
 A text is shortened where it is made, and again where it is received, since a peer may send
-anything. The beginning and the end are kept: a traceback has its origin and its error there.
-Control characters become escapes. All in linear time; repeating changes nothing.
+anything. The beginning and the end are kept: a traceback has its origin and its error there. All in
+linear time; repeating changes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def type_name(value: object) -> str:
-    """Return the name of a value's type, with its module unless that is ``builtins``."""
+    """Return the ``class_name`` of a value's type."""
     return class_name(type(value))
 
 

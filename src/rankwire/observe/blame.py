@@ -1,8 +1,7 @@
 """Find the rank whose failure caused the others. Pure.
 
-If rank 1 raises, rank 0 fails because it lost rank 1, and rank 3 because it lost rank 0. Errors
-caused by another rank carry its world rank as ``root``; a rank that fails reports the root. The
-coordinator reports the root before its consequences. Without a coordinator, a loss without a
+Errors caused by another rank carry its world rank as ``root``; a rank that fails reports the root.
+The coordinator reports the root before its consequences. Without a coordinator, a loss without a
 reason counts as a consequence of the first loss.
 """
 
@@ -23,9 +22,7 @@ from rankwire.wire.control_messages import Fallen
 
 _INTERRUPTED = 130  # the exit code of a process that SIGINT ended
 CONSEQUENCES = (PeerLostError, CollectiveAbortedError)
-_NAMES_OF_CONSEQUENCES = frozenset(
-    {"PeerLostError", "PeerUnresponsiveError", "CollectiveAbortedError"}
-)
+_NAMES_OF_CONSEQUENCES = ("PeerLostError", "PeerUnresponsiveError", "CollectiveAbortedError")
 
 
 def root_of(error: BaseException | None) -> int | None:

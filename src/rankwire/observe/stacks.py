@@ -1,8 +1,6 @@
 """Show what the threads of this process are doing, to explain a hang.
 
-``stacks`` shows the frames of the user's program and folds those of rankwire and the standard
-library; ``places`` shows the innermost line of each thread. The name of the function being called
-says whether a thread waits (``acquire``: for a lock), so the thread pays nothing.
+The name of the function being called says whether a thread waits, so the thread pays nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from traceback import FrameSummary
 from types import CodeType, CoroutineType, FrameType, FunctionType
@@ -23,7 +21,6 @@ from typing import Any, cast
 
 from rankwire import runtime
 
-_OURS = "rankwire"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
@@ -62,8 +59,8 @@ def is_users(path: str) -> bool:
 def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) -> str:
     """Return the stacks of this process's threads, each under its name, the main thread first.
 
-    ``only`` and ``but`` are identifiers of threads to show, by default all that run the user's
-    program, and to leave out.
+    The frames of rankwire and of the standard library are folded. ``only`` and ``but`` are
+    identifiers of threads to show, by default all that run the user's program, and to leave out.
     """
     parts: list[str] = []
     hidden = 0
@@ -99,24 +96,19 @@ def place_of(ident: int) -> str:
 
 def line_of_program() -> str:
     """Return the innermost line of the user's program in this thread as ``file:line``, or ""."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not _is_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        if _is_program(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
+    return ""
 
 
 def methods_entered(methods: Collection[CodeType]) -> list[object]:
     """Return the ``self`` of the outermost of these methods in each thread that runs one."""
-    found: list[object] = []
+    found = []
     for innermost in _frames().values():
-        owner: object = None
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code in methods:
-                owner = frame.f_locals["self"]
-            frame = frame.f_back
-        if owner is not None:
-            found.append(owner)
+        entered = [f for f, _ in traceback.walk_stack(innermost) if f.f_code in methods]
+        if entered:
+            found.append(entered[-1].f_locals["self"])
     return found
 
 
@@ -144,28 +136,25 @@ def _frames() -> dict[int, FrameType]:
 
 def place_awaited(coroutine: object) -> str:
     """Return where a coroutine awaits in the user's program; empty if it is not in it, or runs."""
-    own: FrameType | None = None
+    place = ""
     while isinstance(coroutine, CoroutineType):
         frame = coroutine.cr_frame
-        if frame is not None and _is_program(frame.f_code.co_filename):
-            own = frame
+        if frame is not None and _is_program(path := frame.f_code.co_filename):
+            place = f"awaits in {frame.f_code.co_name} ({path}:{frame.f_lineno})"
         coroutine = coroutine.cr_await
-    if own is None:
-        return ""
-    return f"awaits in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
+    return place
 
 
 def _place(frame: FrameType) -> str:
-    doing, called = _doing(frame), ""
-    own: FrameType | None = frame
-    while own is not None and not _is_program(own.f_code.co_filename):
-        if is_ours(own.f_code.co_filename):
-            called = _operation(own.f_code) or called  # the outermost one: what the program called
-        own = own.f_back
-    if own is None:
-        return ""
-    doing = f"is in {called}(), called" if called else doing
-    return f"{doing} in {own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})"
+    called = ""
+    for each, line in traceback.walk_stack(frame):
+        path = each.f_code.co_filename
+        if _is_program(path):
+            doing = f"is in {called}(), called" if called else _doing(frame)
+            return f"{doing} in {each.f_code.co_name} ({path}:{line})"
+        if is_ours(path):
+            called = _operation(each.f_code) or called  # the outermost one
+    return ""
 
 
 def _operation(code: CodeType) -> str:
@@ -204,24 +193,23 @@ def _called(source: str) -> str:
 
 def _shown(frame: FrameType) -> list[str]:
     frames = traceback.extract_stack(frame)
-    first = next((n for n, each in enumerate(frames) if _is_program(each.filename)), None)
-    return [] if first is None else _folded(frames[first:])[-_MOST_FRAMES:]
+    own = itertools.dropwhile(lambda each: not _is_program(each.filename), frames)
+    return _folded(own)[-_MOST_FRAMES:]
 
 
 def _is_program(path: str) -> bool:
     return is_users(path) and path != _STARTER
 
 
-def _folded(frames: Sequence[FrameSummary]) -> list[str]:
+def _folded(frames: Iterable[FrameSummary]) -> list[str]:
     """Return the text of each frame of the program, and one line for each run of other frames."""
     texts: list[str] = []
     for is_program, run in itertools.groupby(frames, lambda each: _is_program(each.filename)):
         found = list(run)
-        texts += traceback.format_list(found) if is_program else [_note(found)]
+        if is_program:
+            texts += traceback.format_list(found)
+        else:
+            path = found[0].filename
+            owner = "rankwire" if is_ours(path) else Path(path).stem
+            texts.append(f"  [{len(found)} frame{'s'[: len(found) > 1]} of {owner}]\n")
     return texts
-
-
-def _note(frames: Sequence[FrameSummary]) -> str:
-    path = frames[0].filename
-    owner = _OURS if is_ours(path) else Path(path).stem
-    return f"  [{len(frames)} frame{'s'[: len(frames) > 1]} of {owner}]\n"

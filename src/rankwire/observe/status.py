@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -99,11 +100,11 @@ def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
 
 def describe_unreceived(counts: Mapping[Envelope, int]) -> tuple[str, ...]:
     """Return a text for each tag with messages that the program has not received."""
-    tags: dict[int, int] = {}
+    tags: Counter[int] = Counter()
     for (_, channel, tag), count in counts.items():
         if channel == Channel.MESSAGE:
-            tags[tag] = tags.get(tag, 0) + count
-    return tuple(f"{tags[tag]} with tag {tag}" for tag in sorted(tags))
+            tags[tag] += count
+    return tuple(f"{count} with tag {tag}" for tag, count in sorted(tags.items()))
 
 
 def describe_wanted(keys: Iterable[Envelope]) -> tuple[str, ...]:

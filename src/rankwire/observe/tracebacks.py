@@ -2,8 +2,7 @@
 
 A rank that fails by itself prints its traceback without the frames inside rankwire; a rank that was
 interrupted, or failed because of another rank, prints one line. ``RANKWIRE_FULL_TRACEBACK=1`` and
-the logs of ``--log-dir`` show everything. ``connect()`` installs this, unless the program has an
-exception hook of its own.
+the logs of ``--log-dir`` show everything. ``connect()`` installs this.
 """
 
 from __future__ import annotations
@@ -102,14 +101,13 @@ def _is_consequence(error: BaseException, rank: int) -> bool:
 @contextmanager
 def _without_remote_tracebacks(error: BaseException) -> Iterator[None]:
     links = [link for member in (error, *_members(error)) for link in chain(member)]
-    quoting = [link for link in links if isinstance(link, PeerLostError)]
-    quoted = [link.remote_traceback for link in quoting]
-    for link in quoting:
+    quoted = [(link, link.remote_traceback) for link in links if isinstance(link, PeerLostError)]
+    for link, _ in quoted:
         link.remote_traceback = ""
     try:
         yield
     finally:
-        for link, text in zip(quoting, quoted, strict=True):
+        for link, text in quoted:
             link.remote_traceback = text
 
 
