@@ -20,8 +20,6 @@ from benchmarks.candidates import CANDIDATES
 from benchmarks.report import format_rate, format_time
 from benchmarks.results import CHART_PATH, Results
 
-__all__ = ["OURS", "PEER", "SETTINGS", "TEXT", "draw", "draw_bars", "set_title"]
-
 # Contrast with #ffffff and with #0d1117: text at least 4.3 : 1, bars at least 3 : 1.
 TEXT = "#6e7b88"
 PEER = "#8b959f"

@@ -18,8 +18,6 @@ import numpy as np
 from benchmarks.candidates import CANDIDATES, Candidate, Client
 from benchmarks.processes import die_with_parent, exit_on_sigterm, take_stdout
 
-__all__ = ["main"]
-
 MIB = 1 << 20
 
 # Share of the measured time spent before it: first calls dial, import, grow pools, settle clocks.

@@ -15,16 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.processes import ChildError
 from benchmarks.results import ROOT, save
 
-__all__ = [
-    "add_options",
-    "complain",
-    "is_partial",
-    "output_console",
-    "progress_bar",
-    "save_all",
-    "select",
-]
-
 # Into a file or a log the tables go unfolded.
 FILE_WIDTH = 120
 

@@ -24,8 +24,6 @@ from statistics import median
 
 from benchmarks.processes import free_address
 
-__all__ = ["main"]
-
 KILL_CAP, STOP_CAP = 60.0, 60.0
 START_LIMIT = 60.0
 # The survivor says that it waits just before it does; then it takes this long to really wait.

@@ -13,8 +13,6 @@ from benchmarks.candidates import Candidate
 from benchmarks.processes import Child, free_address
 from benchmarks.results import Metrics
 
-__all__ = ["Settings", "measure"]
-
 # torch alone takes seconds to import on a busy machine.
 READY_TIMEOUT = 60.0
 # Beyond the time-bounded parts: the 64 MiB echoes, at up to a second each, and the imports.

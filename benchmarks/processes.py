@@ -21,15 +21,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, TextIO
 
-__all__ = [
-    "Child",
-    "ChildError",
-    "die_with_parent",
-    "exit_on_sigterm",
-    "free_address",
-    "take_stdout",
-]
-
 # Long enough to close sockets and remove files; short enough not to be felt when a peer ignores it.
 GRACE = 5.0
 POLL_INTERVAL = 0.005

@@ -13,18 +13,6 @@ from benchmarks.candidates import CANDIDATES, REFERENCE
 from benchmarks.results import CandidateResult, Results
 from benchmarks.targets import Verdict, judge, speedup
 
-__all__ = [
-    "COLUMNS",
-    "LINE_LENGTH",
-    "Column",
-    "format_factor",
-    "format_rate",
-    "format_time",
-    "markdown",
-    "print_report",
-    "print_verdicts",
-]
-
 LINE_LENGTH = 120  # of the pages
 
 

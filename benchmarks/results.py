@@ -17,23 +17,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "CHART_PATH",
-    "ROOT",
-    "RESULTS_PATH",
-    "CandidateResult",
-    "Machine",
-    "Metrics",
-    "Results",
-    "Run",
-    "Startup",
-    "describe_machine",
-    "load",
-    "median_of",
-    "save",
-    "today",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_PATH = ROOT / "benchmarks" / "results" / "rpc.json"
 CHART_PATH = ROOT / "docs" / "images" / "rpc-latency.svg"

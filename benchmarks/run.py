@@ -42,8 +42,6 @@ from benchmarks.results import (
 )
 from benchmarks.startup import count_steps, measure_startup
 
-__all__ = ["main"]
-
 EPILOG = """\
 candidates:
 {candidates}

@@ -16,8 +16,6 @@ from statistics import median
 from benchmarks.processes import Child, ChildError, exit_on_sigterm, free_address
 from benchmarks.results import Startup
 
-__all__ = ["count_steps", "main", "measure_startup"]
-
 WORLD_SIZE = 8
 TIMEOUT = 60.0
 

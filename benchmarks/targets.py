@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from benchmarks.candidates import REFERENCE
 from benchmarks.results import Results
 
-__all__ = ["SECONDS_TARGETS", "SPEEDUP_TARGETS", "Verdict", "judge", "speedup"]
-
 HIGHER_IS_BETTER = frozenset({"calls_per_second"})
 
 

@@ -17,8 +17,6 @@ from benchmarks.collectives import report as collectives_report
 from benchmarks.collectives import results as collectives_results
 from benchmarks.results import ROOT
 
-__all__ = ["BLOCKS", "main", "replace_block"]
-
 
 def _rpc(folder: Path) -> str:
     return report.markdown(results.load(folder / "rpc.json"))

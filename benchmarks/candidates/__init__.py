@@ -22,8 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CANDIDATES", "REFERENCE", "Array", "Candidate", "Client", "keep_in_flight"]
-
 Array = npt.NDArray[np.float32]
 
 REFERENCE = "torch"

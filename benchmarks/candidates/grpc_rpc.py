@@ -14,8 +14,6 @@ import numpy as np
 
 from . import Array, keep_in_flight
 
-__all__ = ["Client", "serve"]
-
 SERVICE = "rankwire.bench"
 OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 # What gRPC's own Python examples start their servers with.

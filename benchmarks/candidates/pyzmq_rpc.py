@@ -13,8 +13,6 @@ import zmq
 
 from . import Array
 
-__all__ = ["Client", "serve"]
-
 
 def serve(address: str, ready: Callable[[], None]) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:

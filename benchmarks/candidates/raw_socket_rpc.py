@@ -16,8 +16,6 @@ import numpy as np
 
 from . import Array
 
-__all__ = ["Client", "serve"]
-
 LENGTH = struct.Struct("!Q")
 EMPTY = LENGTH.pack(0)
 # Enough for a window of 64 prefixes in one read; long bodies bypass the buffer.

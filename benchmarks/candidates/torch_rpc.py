@@ -14,8 +14,6 @@ import torch.distributed.rpc as rpc
 
 from . import Array, keep_in_flight
 
-__all__ = ["Client", "serve"]
-
 CLIENT = "client"
 SERVER = "server"
 # Longer than any echo takes on a busy machine; a hang is the harness's to notice.

@@ -22,8 +22,6 @@ from benchmarks.collectives.figures import FIGURES, KIB, MIB, Figure
 from benchmarks.collectives.results import CHART_PATH, Results
 from benchmarks.report import format_time
 
-__all__ = ["draw"]
-
 BARS = (
     (Figure("all_reduce", 2, 4 * KIB), "all_reduce of 4 KiB, 2 ranks (lower is better)"),
     (Figure("all_reduce", 2, 64 * MIB), "all_reduce of 64 MiB, 2 ranks (lower is better)"),

@@ -28,8 +28,6 @@ from benchmarks.collectives.exercises import prepare
 from benchmarks.collectives.figures import MIB, Figure, figures_of
 from benchmarks.processes import die_with_parent, exit_on_sigterm, take_stdout
 
-__all__ = ["main"]
-
 # From this size on the ranks meet before each repeat, outside the clock, to start together. Smaller
 # operations follow each other at once: there, leaving a barrier would cost more than what is timed.
 MEETING_NBYTES = MIB

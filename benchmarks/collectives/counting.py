@@ -28,8 +28,6 @@ from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.simulated_mesh import SimulatedMesh
 from rankwire.testing import in_parallel
 
-__all__ = ["count", "main"]
-
 
 def cases(world_size: int) -> tuple[Figure, ...]:
     """Return what is counted: the operations, with a size for each algorithm chosen by size."""

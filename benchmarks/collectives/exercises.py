@@ -11,8 +11,6 @@ import numpy as np
 from benchmarks.collectives.candidates import Array, Rank
 from benchmarks.collectives.figures import Figure, Operation
 
-__all__ = ["Exercise", "prepare"]
-
 ITEM_NBYTES = 4
 # Small integers, whose sums over many ranks float32 still holds exactly.
 PATTERN_PERIOD = 1021

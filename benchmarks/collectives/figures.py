@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FIGURES", "KIB", "MIB", "WORLD_SIZES", "Figure", "Operation", "figures_of"]
-
 Operation = Literal[
     "all_reduce", "barrier", "broadcast", "all_gather", "reduce_scatter", "ping_pong"
 ]

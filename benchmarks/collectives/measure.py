@@ -11,8 +11,6 @@ from benchmarks.collectives.candidates import Candidate
 from benchmarks.collectives.figures import Figure, figures_of
 from benchmarks.processes import Child, free_address
 
-__all__ = ["Settings", "measure"]
-
 # torch alone takes seconds to import on a busy machine, and 16 ranks take seconds to meet.
 READY_TIMEOUT = 60.0
 # Beyond the time-bounded part: preparing 64 MiB arrays, and the fewest repeats of slow operations.

@@ -13,8 +13,6 @@ from benchmarks.collectives.candidates import TIMEOUT
 from benchmarks.collectives.results import MessageCount
 from benchmarks.processes import Child
 
-__all__ = ["CASE_COUNT", "WORLD_SIZES", "measure_messages", "message_table"]
-
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 CASE_COUNT = 5
 """How many operations are counted for each number of ranks."""

@@ -18,8 +18,6 @@ from benchmarks.collectives.results import CandidateResult, Results
 from benchmarks.collectives.targets import judge
 from benchmarks.report import LINE_LENGTH, format_factor, format_time, print_verdicts
 
-__all__ = ["markdown", "print_report"]
-
 # More ranks than these only show growth, in a table of its own.
 COMPARED_WORLD_SIZES = (2, 4)
 GROWING: tuple[tuple[Operation, int], ...] = (

@@ -17,18 +17,6 @@ import msgspec
 from benchmarks.collectives.figures import Figure
 from benchmarks.results import ROOT, Machine, describe_machine
 
-__all__ = [
-    "CHART_PATH",
-    "RESULTS_PATH",
-    "CandidateResult",
-    "MessageCount",
-    "Results",
-    "Run",
-    "describe",
-    "load",
-    "median_of",
-]
-
 RESULTS_PATH = ROOT / "benchmarks" / "results" / "collectives.json"
 CHART_PATH = ROOT / "docs" / "images" / "collectives.svg"
 PACKAGES = ("rankwire", "numpy", "torch", "mpi4py")

@@ -44,8 +44,6 @@ from benchmarks.command import (
 from benchmarks.processes import ChildError, exit_on_sigterm
 from benchmarks.results import today
 
-__all__ = ["main"]
-
 EPILOG = """\
 candidates:
 {candidates}

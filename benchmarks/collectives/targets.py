@@ -11,8 +11,6 @@ from benchmarks.collectives.figures import KIB, MIB, Figure
 from benchmarks.collectives.results import Results
 from benchmarks.targets import Verdict
 
-__all__ = ["RPC_ECHO_AT_LEAST", "TARGETS", "Target", "judge"]
-
 
 @dataclass(frozen=True)
 class Target:

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from benchmarks.candidates import Array
 
-__all__ = ["CANDIDATES", "OURS", "TIMEOUT", "Array", "Candidate", "Rank"]
-
 TIMEOUT = 60.0
 """Seconds, longer than anything takes on a busy machine; a hang is the harness's to notice."""
 

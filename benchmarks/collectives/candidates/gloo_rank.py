@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from . import TIMEOUT, Array
 
-__all__ = ["Rank"]
-
 # The older names still work in torch 2.13 and warn; either is faster than a list of tensors.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

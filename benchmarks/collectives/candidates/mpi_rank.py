@@ -11,8 +11,6 @@ from mpi4py import MPI
 
 from . import Array
 
-__all__ = ["Rank"]
-
 
 class Rank:
     def __init__(self, rank: int, world_size: int, address: str) -> None:

@@ -8,8 +8,6 @@ import rankwire
 
 from . import TIMEOUT, Array
 
-__all__ = ["Rank"]
-
 
 class Rank:
     def __init__(self, rank: int, world_size: int, address: str) -> None:
