@@ -26,7 +26,6 @@ from worlds import (
     PATIENCE,
     eventually,
     process_world,
-    runtime_folder_of_its_own,
     tcp_world,
 )
 
@@ -66,7 +65,7 @@ def test_f26_a_function_that_hangs_is_named_in_the_callers_error(agents, patient
 
 @pytest.mark.fault(26, "a callee that does not answer at all is named too, without a long wait")
 def test_f26_a_stopped_callee_is_named_in_the_callers_error():
-    with runtime_folder_of_its_own(), process_world(2) as (first, second):
+    with process_world(2) as (first, second):
         for rank in (first, second):
             rank.call("eval", "globals().update(agent=__import__('rankwire').RpcAgent(backend))")
         second.call("eval", "agent.register('one', lambda: 1) and None")
@@ -153,7 +152,7 @@ def test_f27_deep_recursion_with_slow_ends_is_no_circle(agents):
 
 @pytest.mark.fault(44, "a cancelled call ends the calls that it has made")
 def test_f44_a_caller_that_dies_ends_the_calls_made_for_it():
-    with runtime_folder_of_its_own(), process_world(3) as ranks:
+    with process_world(3) as ranks:
         for rank in ranks:
             rank.call("eval", "globals().update(agent=__import__('rankwire').RpcAgent(backend))")
         ranks[1].call(

@@ -3,19 +3,37 @@
 import os
 import random
 import signal
+import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import CancelledError
 from functools import partial
+from pathlib import Path
 
-import fault_programs as programs
 import pytest
 
+from children import Child
 from faults.sizes import trials
 from rankwire import RpcAgent, TcpBackend, finalizers
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.testing import simulated_world
 from worlds import PATIENCE, Running, address_of, bound_socket, eventually, tcp_world
+
+TESTS = Path(__file__).parent.parent
+
+
+def start(program, *arguments):
+    """Start a program that may use the helpers of the tests."""
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    return Child(command, {**os.environ, "PYTHONPATH": path})
+
+
+def run(program, *arguments, timeout=40.0):
+    """Run a program to its end."""
+    return start(program, *arguments).result(timeout)
+
 
 # -- row 29: fork
 
@@ -158,6 +176,8 @@ FORKING = """
 """
 
 
+@pytest.mark.fault(29, "a forked child that uses its parent's backend gets an error that says so")
+@pytest.mark.fault(29, "a forked child that ends leaves its parent's world as it was")
 @pytest.mark.fault(29, "a forked child gets ForkedProcessError at once and cannot harm its parent")
 @pytest.mark.parametrize(
     ("where", "way"),
@@ -175,7 +195,7 @@ FORKING = """
     ],
 )
 def test_f29_a_child_is_refused_and_its_parent_goes_on(where, way):
-    ended = programs.run(FORKING, where, way)
+    ended = run(FORKING, where, way)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "the parent is well\n"
     assert "Traceback" not in ended.stderr, ended.stderr
@@ -200,7 +220,7 @@ LEAVING_A_CHILD = """
 @pytest.mark.fault(29, "a child does not keep the connections of a parent that died")
 def test_f29_a_dead_parent_is_noticed_although_its_child_lives():
     listener = bound_socket()
-    process = programs.start(LEAVING_A_CHILD, address_of(listener))
+    process = start(LEAVING_A_CHILD, address_of(listener))
     try:
         with process, TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
             assert backend.recv(1) == b"hello"
@@ -259,7 +279,7 @@ SUDDEN = {"exception": 1, "os._exit": 3, "SIGTERM": -signal.SIGTERM}
 def test_f36_a_process_with_calls_in_flight_ends_soon_and_quietly(way, measured):
     for _ in range(trials(4, 4, quick=1)):
         listener = bound_socket()
-        process = programs.start(LEAVING, way, address_of(listener))
+        process = start(LEAVING, way, address_of(listener))
         with TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
             with RpcAgent(backend) as agent:
                 go_on = threading.Event()
@@ -299,7 +319,7 @@ def test_an_object_that_cannot_leave_at_exit_does_not_keep_others_from_leaving()
         close_at_exit(last)
         close_at_exit(stuck)
     """
-    ended = programs.run(program)
+    ended = run(program)
     assert (ended.returncode, ended.stdout) == (0, "left None\n")
     assert "stuck" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -380,7 +400,7 @@ def test_f37_an_interrupt_leaves_the_link_as_it_was(kind, measured):
     for seed in range(seeds):
         listener = bound_socket()
         arguments = (kind, address_of(listener), str(seed), "60")
-        process = programs.start(INTERRUPTED, *arguments)
+        process = start(INTERRUPTED, *arguments)
         with TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
             with RpcAgent(backend) as agent:
                 agent.register("echo", lambda number, ballast: number)

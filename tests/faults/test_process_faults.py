@@ -1,4 +1,4 @@
-"""Faults of processes: forks, exits in the middle of everything, a log that nobody reads."""
+"""Faults of processes: exits in the middle of everything, a log that nobody reads."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from faults.sizes import time_limit, trials
 from rankwire import ChannelClosedError, PeerLostError
-from worlds import PATIENCE, Running, TcpBackend, address_of, bound_socket, process_world
+from worlds import PATIENCE, Running, TcpBackend, address_of, bound_socket
 
 pytestmark = pytest.mark.timeout(time_limit(60, 900))
 
@@ -70,44 +70,6 @@ def test_f36_a_program_ends_in_the_middle_of_everything(code, measured):
         for noise in ("Exception in thread", "Exception ignored", "Fatal Python error"):
             assert noise not in errors, errors
         assert ("Traceback" in errors) == ("of the user" in errors), errors
-
-
-FORK_AND_LEAVE = """
-(lambda pid: os._exit(0) if pid == 0 else os.waitpid(pid, 0)[1])(os.fork())
-"""
-FORK_AND_USE = """
-(lambda ends, pid: (os.write(ends[1], _attempt().encode()), os._exit(0)) if pid == 0
-    else (os.waitpid(pid, 0), os.read(ends[0], 100).decode(),
-        os.close(ends[0]), os.close(ends[1]))[1]
-)(os.pipe(), os.fork())
-"""
-ATTEMPT = """
-globals().__setitem__("_attempt", lambda: __import__("faults.attempts").attempts.error_of(
-    lambda: backend.send(b"from the child", 1, timeout=1.0)))
-"""
-
-
-def talk(ranks):
-    ranks[0].call("send", b"still there?", 1)
-    assert ranks[1].call("recv", 0) == b"still there?"
-
-
-@pytest.mark.fault(29, "a forked child that ends leaves its parent's world as it was")
-def test_f29_a_forked_child_ends():
-    with process_world(2) as ranks:
-        talk(ranks)
-        for _ in range(5):
-            assert ranks[0].call("eval", FORK_AND_LEAVE) == 0
-            talk(ranks)
-
-
-@pytest.mark.fault(29, "a forked child that uses its parent's backend gets an error that says so")
-def test_f29_a_forked_child_uses_the_backend():
-    with process_world(2) as ranks:
-        talk(ranks)
-        ranks[0].call("eval", ATTEMPT)
-        assert ranks[0].call("eval", FORK_AND_USE) == "ForkedProcessError"
-        talk(ranks)
 
 
 LOGGING = """

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from rankwire import all_reduce
-from rankwire.backends.simulated import SimulatedBackend
 from rankwire.backends.sub import SubBackend
 from rankwire.errors import (
     ChannelClosedError,
@@ -18,6 +17,7 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.observe.blame import Losses, describe_failure, is_consequence, root_of
+from rankwire.testing import simulated_world
 from worlds import Running, eventually, process_world, runtime_folder_of_its_own, tcp_world
 
 
@@ -172,27 +172,24 @@ def in_a_group(backend):
     SubBackend(backend, [0, 1])
 
 
+@pytest.fixture(params=[tcp_world, simulated_world])
+def world(request):
+    with request.param(4) as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("wrap", [at_once, wrapped, in_a_group])
-@pytest.mark.parametrize("kind", ["tcp", "simulated"])
-def test_all_survivors_name_the_first_cause(kind, wrap):
-    with contextlib.ExitStack() as stack:
-        if kind == "tcp":
-            world = stack.enter_context(tcp_world(4))
-        else:
-            world = [stack.enter_context(rank) for rank in SimulatedBackend.create_group(4)]
-        for error in cascade(world, wrap):
-            assert isinstance(error, PeerLostError)
-            assert (error.peer, error.root) == (0, 1)
-            assert error.reason == (
-                "it failed because rank 1 is lost: it raised ValueError: bad batch"
-            )
-            assert str(error).count("Traceback") == 1
-            assert "traceback on rank 1:" in str(error)
+def test_all_survivors_name_the_first_cause(world, wrap):
+    for error in cascade(world, wrap):
+        assert isinstance(error, PeerLostError)
+        assert (error.peer, error.root) == (0, 1)
+        assert error.reason == "it failed because rank 1 is lost: it raised ValueError: bad batch"
+        assert str(error).count("Traceback") == 1
+        assert "traceback on rank 1:" in str(error)
 
 
 def test_a_rank_that_aborts_a_collective_of_a_group_is_named_by_its_world_rank():
-    with contextlib.ExitStack() as stack:
-        world = [stack.enter_context(rank) for rank in SimulatedBackend.create_group(4)]
+    with simulated_world(4) as world, contextlib.ExitStack() as stack:
         making = [Running(SubBackend, world[rank], [1, 2, 3]) for rank in (1, 2, 3)]
         one, two, _ = (stack.enter_context(group.result()) for group in making)
         reducing = Running(all_reduce, one, np.ones(4))
@@ -212,19 +209,13 @@ def catch_and_fail_later(backend):
     raise RuntimeError("gave up")
 
 
-@pytest.mark.parametrize("kind", ["tcp", "simulated"])
-def test_a_rank_that_catches_a_loss_and_fails_later_is_reported_with_the_first_cause(kind):
-    with contextlib.ExitStack() as stack:
-        if kind == "tcp":
-            world = stack.enter_context(tcp_world(4))
-        else:
-            world = [stack.enter_context(rank) for rank in SimulatedBackend.create_group(4)]
-        for error in cascade(world, catch_and_fail_later):
-            assert error.reason == (
-                "it raised RuntimeError: gave up"
-                " (after rank 1 was lost: it raised ValueError: bad batch)"
-            )
-            assert str(error).count("Traceback") == 1
+def test_a_rank_that_catches_a_loss_and_fails_later_is_reported_with_the_first_cause(world):
+    for error in cascade(world, catch_and_fail_later):
+        assert error.reason == (
+            "it raised RuntimeError: gave up"
+            " (after rank 1 was lost: it raised ValueError: bad batch)"
+        )
+        assert str(error).count("Traceback") == 1
 
 
 def test_without_a_coordinator_an_unexplained_end_comes_with_the_first_cause():

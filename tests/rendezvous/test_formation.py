@@ -456,16 +456,6 @@ def test_a_stranger_is_not_told_anything_that_depends_on_the_secret(words):
         zero.result()
 
 
-def test_strangers_do_not_disturb_a_world_that_has_formed():
-    with tcp_world(2, transport="tcp") as world, contextlib.ExitStack() as stack:
-        member = world[0].mesh.peers[1].member
-        for words in GARBAGE.values():
-            for address in (world[0].address, f"{member.host}:{member.port}"):
-                with contextlib.suppress(OSError):
-                    stack.enter_context(dial(address)).sendall(words)
-        say_hello(world)
-
-
 # -- who is refused
 
 

@@ -77,11 +77,6 @@ def test_the_folder_is_closed_to_others_whatever_the_umask(folder):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_the_folder_is_found_again(folder):
-    (runtime_dir.runtime_folder() / "something").touch()
-    assert [path.name for path in runtime_dir.runtime_folder().iterdir()] == ["something"]
-
-
 class Places:
     """Where the folders are that come after the one asked for; none is there yet."""
 

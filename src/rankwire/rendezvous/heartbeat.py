@@ -6,8 +6,7 @@ The states of a rank::
     SUSPECTED  heard again                       -> HEARD
     SUSPECTED  silent for fail_after seconds     -> FAILED
 
-A process that swaps, is in a debugger or holds the interpreter lock in native code is suspected
-soon and given up late. Time in which the judge itself did not run counts against no rank.
+Time in which the judge itself did not run counts against no rank.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ class Silence:
         return {rank: now - at for rank, at in list(self._heard.items()) if now - at > limit}
 
     def was_absent(self, now: float) -> bool:
-        """Return whether the judge was stopped so long that ranks may have given it up.
-
-        Half of their limit is enough: they count from the last beat received, it from the last
-        sent.
-        """
+        """Return whether the judge was stopped so long that ranks may have given it up."""
+        # Half of their limit: they count from the last beat received, the judge from the last sent.
         limit = self._patience.fail_after
         return now - self._judged > limit / 2 or now - self._returned < limit
 

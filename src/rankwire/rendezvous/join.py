@@ -1,7 +1,7 @@
 """Join a world: dial the coordinator until it sends the list of all ranks.
 
-This blocks the thread that constructs the backend. The coordinator (rank 0 or a launcher) may start
-later, restart or be slow, so dialling is repeated with growing, jittered pauses.
+The coordinator (rank 0 or a launcher) may start later, restart or be slow, so dialling is repeated
+with growing, jittered pauses.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ class Attempts:
 
     @property
     def trouble(self) -> RankwireError | None:
-        """The error that explains most.
+        """The error that explains most: a failed handshake rather than a connection refused later.
 
-        That is a failed handshake rather than a connection that was refused later, when the
-        coordinator may have given up for the same reason.
+        By then the coordinator may have given up for the same reason.
         """
         return self._troubles.get(True) or self._troubles.get(False)
 

@@ -1,8 +1,7 @@
 """Connect the launchers of one job on several hosts.
 
 Each launcher reports to the launcher of node 0 how many ranks it has and how they ended; node 0
-starts and stops all. It listens at one port for ranks and launchers, which both authenticate with
-the job's secret. If a launcher's connection ends, the job fails.
+starts and stops all. If a launcher's connection ends, the job fails.
 """
 
 from __future__ import annotations
@@ -41,20 +40,13 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """From node 0: start your ranks.
+    """From node 0: start your ranks."""
 
-    Attributes:
-        world_size: The number of ranks on all hosts.
-        job: The name of the job, new with each attempt.
-        attempt: How many times the ranks were started before.
-        stays: Whether to stay when all its ranks have ended, because one may be restarted.
-    """
-
-    world_size: int
+    world_size: int  # on all hosts
     first_rank: int
-    job: str
-    attempt: int
-    stays: bool = False
+    job: str  # another one with each attempt
+    attempt: int  # how many times the ranks were started before
+    stays: bool = False  # when all its ranks have ended, because one may be restarted
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
@@ -75,17 +67,13 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """To node 0: one of my ranks has ended.
-
-    ``is_oom`` says that the kernel killed it because memory ran out, ``by_itself`` that it was not
-    asked to end.
-    """
+    """To node 0: one of my ranks has ended."""
 
     rank: int
     code: int | None
     signal: int | None
-    is_oom: bool
-    by_itself: bool
+    is_oom: bool  # the kernel killed it because memory ran out
+    by_itself: bool  # it was not asked to end
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -99,14 +87,11 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """To node 0: all ranks of this launcher have ended, some when ``stopped`` or ``killed``.
-
-    ``errors`` has the last lines that failed ranks wrote to stderr.
-    """
+    """To node 0: all ranks of this launcher have ended, some when ``stopped`` or ``killed``."""
 
     stopped: list[int]
     killed: list[int]
-    errors: dict[int, list[str]]
+    errors: dict[int, list[str]]  # the last lines that failed ranks wrote to stderr
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):
@@ -123,14 +108,11 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """From node 0: the job is over; exit with this code and print this text, if any.
-
-    ``was_asked`` says that the user ended the job: then do not wait for blocked readers of output.
-    """
+    """From node 0: the job is over; exit with this code and print this text, if any."""
 
     code: int
     text: str
-    was_asked: bool = False
+    was_asked: bool = False  # the user ended the job: do not wait for blocked readers of output
 
 
 Order = Start | Restart | End | Release | Stop | Kill
@@ -224,13 +206,9 @@ def dial_launcher(
 ) -> LauncherLink:
     """Connect once to the launcher of node 0.
 
-    ``check`` is called repeatedly while waiting; an exception from it ends the wait.
-
-    Raises:
-        NoConnectionError: No launcher listens there yet.
-        AuthenticationError: The secrets differ, or TLS is not possible with it.
-        RendezvousError: Node 0 refuses this node.
-        DeadlineExceededError: Node 0 did not answer in time.
+    ``check`` is called repeatedly while waiting; an exception from it ends the wait. Raises
+    NoConnectionError if no launcher listens there yet, AuthenticationError, RendezvousError if node
+    0 refuses this node, and DeadlineExceededError.
     """
     limit = deadline.sooner(HANDSHAKE_LIMIT)
     where = TcpAddress.parse(address)

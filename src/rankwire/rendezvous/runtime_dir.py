@@ -142,11 +142,8 @@ def new_socket_path() -> str:
 
 
 def has_removed(path: str) -> bool:
-    """Return whether the owner of a socket file has removed it, as a process that leaves does.
-
-    False if that is not known: files of another container may not be visible.
-    """
-    file = Path(path)
+    """Return whether the owner of a socket file has removed it, as a process that leaves does."""
+    file = Path(path)  # one of another container may not be visible
     return file.name.startswith(f"{namespace('pid')}-") and not file.exists()
 
 

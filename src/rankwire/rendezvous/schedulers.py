@@ -1,8 +1,7 @@
 """Read the rank of this process from the environment variables of its launcher. Pure.
 
-``LAUNCHERS`` lists the launchers, the innermost first; one is found if all its ``needs`` are set.
-Other launchers name no port for us, so their readers derive one from the job's identity, below the
-kernel's range for outgoing connections, unless ``RANKWIRE_PORT`` or ``RANKWIRE_ADDRESS`` is set.
+Other launchers than ours name no port for us, so their readers derive one from the job's identity,
+below the kernel's range for outgoing connections, unless the user has set one.
 """
 
 from __future__ import annotations
@@ -45,26 +44,17 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Names the rank of this process, and where its world forms.
-
-    Attributes:
-        address: ``host:port`` at which rank 0, or the launcher, listens.
-        others: Where rank 0 may listen instead, if the launcher does not name its host.
-        job: The name of the job; ranks of another job are refused.
-        has_coordinator: Whether the launcher listens at ``address``, and not rank 0.
-        advice: What to try if the world does not form there.
-        secret: The secret from the launcher; None if the backend is to find one.
-    """
+    """Names the rank of this process, and where its world forms."""
 
     rank: int
     world_size: int
-    address: str
+    address: str  # ``host:port`` at which rank 0 listens, or the launcher if it coordinates
     job: str = "default"
     launcher: str = OURS
     has_coordinator: bool = False
-    advice: str = ""
-    secret: bytes | None = field(default=None, repr=False)
-    others: tuple[str, ...] = ()
+    advice: str = ""  # what to try if the world does not form there
+    secret: bytes | None = field(default=None, repr=False)  # None: the backend is to find one
+    others: tuple[str, ...] = ()  # where rank 0 may listen instead, if its host is not known
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -332,12 +322,12 @@ def expand_nodes_of_open_mpi(text: str) -> list[str]:
     The number before the colon says how many digits the others have. Raises ConfigurationError.
     """
     names = text.partition("@")[0]
-    as_slurm = _DIGITS.sub(lambda found: f"[{_widen(found[2], int(found[1]))}]", names)
-    return list(expand_nodes(as_slurm))
 
+    def as_slurm(found: re.Match[str]) -> str:
+        digits = int(found[1])
+        return re.sub(r"\d+", lambda number: number[0].zfill(digits), f"[{found[2]}]")
 
-def _widen(ranges: str, digits: int) -> str:
-    return re.sub(r"\d+", lambda number: number[0].zfill(digits), ranges)
+    return list(expand_nodes(_DIGITS.sub(as_slurm, names)))
 
 
 def _expand(name: str, text: str) -> Iterator[str]:

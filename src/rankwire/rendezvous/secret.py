@@ -237,13 +237,10 @@ def _read_environment() -> bytes | None:
 class SecretServer:
     """Gives a launcher's secret to one rank, and to no other process. For one thread.
 
-    Children of the rank may inherit its end of the socket pair, so nothing to read is left in it.
-    The rank sends one end of a new pair, and the kernel names the process that sent it. If the
-    launcher started that process, it writes the secret into the new pair, once. A program that
-    replaces itself by ``exec`` stays the same process and can ask afterwards.
-
-    Attributes:
-        theirs: The end for the rank to inherit; close it here afterwards.
+    The rank inherits ``theirs``. Its children may too, so nothing to read is left in it: the rank
+    sends one end of a new pair, and the kernel names the process that sent it. If the launcher
+    started that process, it writes the secret into the new pair, once. A program that replaces
+    itself by ``exec`` stays the same process and can ask afterwards.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -294,8 +291,8 @@ class SecretServer:
 def ask_for_secret(fd: int, *, named: str) -> bytes:
     """Ask the launcher at the other end of ``fd`` for the secret, and close ``fd``.
 
-    ``named`` is the variable that names it, for errors. Raise ConfigurationError if there is no
-    launcher, or it did not start this process itself.
+    Raises ConfigurationError, with the variable ``named``, if there is no launcher, or it did not
+    start this process itself.
     """
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -1,7 +1,6 @@
 """Watch the ranks of a formed world: losses, heartbeats, reports, and ranks that rejoin.
 
-The coordinator sends losses to all ranks at once, so that they name the same rank and cause. Runs
-on the acceptor's thread.
+All ranks learn of a loss at once, so that they name the same rank and cause.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WORLD_PATIENCE, _WORLD_PATIENCE_OF_RANK = 5.0, 0.02
 
 
 class WorldWatch:
-    """Watches the ranks of a world, once ``begin`` was called.
+    """Watches the ranks of a world, once ``begin`` was called. On the acceptor's thread.
 
     Attributes:
         controls: The control connections, by rank, also of a world that is forming.
