@@ -82,7 +82,7 @@ IMPURE_MODULES = {
 # Types of ctypes are buffers that a user may send, and paths are values; nothing is called there.
 TYPES_ONLY = {("arrays.py", "ctypes"), ("scalars.py", "pathlib")}
 # Functions on their way from a program to processes that it has started itself, over its own pipe.
-UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "launch" / "function_pickle.py"}
+UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "launch" / "rank_program.py"}
 # What only ``runtime`` imports, and what it alone takes from modules that others use too.
 BEHIND_THE_DOOR = {
     "threading", "_thread", "socket", "select", "selectors", "secrets", "random", "queue",

@@ -89,7 +89,6 @@ SHOWN_IN = {
     "backends/agreement": "backends/test_sub.py",
     "backends/simulated_network": "backends/test_simulated.py",
     "backends/simulated_mesh": "backends/test_simulated.py",
-    "launch/rank_program": "launch/test_process_world.py",
     "rpc/messages": "rpc/test_rpc_messages.py",
 }
 

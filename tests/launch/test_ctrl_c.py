@@ -2,7 +2,7 @@
 
 import traceback
 
-from rankwire.launch.stderr_filters import InterruptFilter
+from rankwire.launch.lines import InterruptFilter
 
 
 def printed(error):

@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from rankwire.errors import ConfigurationError
-from rankwire.launch.logfiles import LogFolder
+from rankwire.launch.output_streams import LogFolder
 
 OTHER_USER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -18,7 +18,7 @@ import pytest
 import rankwire
 from children import Child
 from launched import COMMAND
-from rankwire.launch.lines import PROGRESS_EVERY, ProgressLines
+from rankwire.launch.lines import PROGRESS_EVERY, StreamLines
 
 # Draws as tqdm does. It stops at 50 % until the test has seen that.
 PROGRAM = r"""
@@ -253,18 +253,23 @@ def test_in_a_local_world_a_bar_is_a_line_every_few_seconds(capsys):
 
 
 def test_rows_are_due_at_first_and_then_every_few_seconds_if_they_changed():
-    progress = ProgressLines()
-    assert progress.due([], 100.0) == []
-    assert progress.due([b"1%"], 100.0) == [b"1%"]
-    assert progress.due([b"2%"], 100.1) == []
-    assert progress.due([b"3%"], 100.0 + PROGRESS_EVERY) == [b"3%"]
-    assert progress.due([b"3%"], 200.0) == []
-    assert progress.due([b"3%", b"inner"], 200.0) == [b"inner"]
+    lines = StreamLines()
+    assert lines.due(100.0) == []
+
+    def due(written, now):
+        assert lines.feed(written) == []
+        return lines.due(now)
+
+    assert due(b"\r1%", 100.0) == [b"1%"]
+    assert due(b"\r2%", 100.1) == []
+    assert due(b"\r3%", 100.0 + PROGRESS_EVERY) == [b"3%"]
+    assert lines.due(200.0) == []
+    assert due(b"\x1b[Aouter", 200.0) == [b"outer"]
 
 
 def test_a_row_that_was_printed_is_not_printed_again_when_it_is_complete():
-    progress = ProgressLines()
-    progress.due([b"outer", b"100%"], 0.0)
-    assert progress.unprinted([]) == []
-    assert progress.unprinted([b"outer", b"100%", b"100%"]) == [b"100%"]
-    assert progress.unprinted([b"100%"]) == [b"100%"]
+    lines = StreamLines()
+    lines.feed(b"\r100%\x1b[Aouter")
+    assert lines.due(0.0) == [b"outer", b"100%"]
+    assert lines.feed(b"\n\n\n100%\n") == [b"100%"]
+    assert lines.feed(b"100%\n") == [b"100%"]

@@ -17,7 +17,7 @@ def test_ranks_and_what_was_adopted_is_ended_when_the_launcher_is_gone():
     reaper.forget(gone.pid)
     reaper.adopt(adopted.pid)
     reaper.adopt(forgotten.pid)
-    reaper.forget_adopted(forgotten.pid)
+    reaper.forget(forgotten.pid)
     reaper._process.stdin.close()  # as the kernel does
     reaper._process.wait(10)
     assert [rank.wait(5), adopted.wait(5)] == [-15, -15]

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from launched import PATIENT_COMMAND
-from rankwire.launch.stderr_filters import PrintedErrors, RepeatFilter
+from rankwire.launch.lines import PrintedErrors, RepeatFilter
 from rankwire.observe.tracebacks import FULL_TRACEBACK
 
 BEGIN = "Traceback (most recent call last):"

@@ -22,7 +22,7 @@ class Told:
         self.adopted: list[int] = []
         self.forgotten: list[int] = []
         self.adopt = self.adopted.append
-        self.forget_adopted = self.forgotten.append
+        self.forget = self.forgotten.append
 
 
 DAEMON = "setsid sleep 60 >/dev/null 2>&1 & echo $!"

@@ -54,17 +54,14 @@ def make_certificates(
         home.mkdir(mode=0o700)
         _write(Path(certificate_files(home, "launcher").ca), authority.certificate)
         everyone: list[CertificateHolder] = ["launcher", *range(world_size)]
-        made = [_write_pair(home, who, *authority.issue(certificate_name(who))) for who in everyone]
-        return made[1:]
+        made = [certificate_files(home, who) for who in everyone]
+        for who, files in zip(everyone, made, strict=True):
+            certificate, key = authority.issue(certificate_name(who))
+            _write(Path(files.cert), certificate)
+            _write(Path(files.key), key)
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
-
-
-def _write_pair(home: Path, who: CertificateHolder, cert: bytes, key: bytes) -> Tls:
-    files = certificate_files(home, who)
-    _write(Path(files.cert), cert)
-    _write(Path(files.key), key)
-    return files
+    return made[1:]
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -73,33 +73,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.is_well else 1
 
 
-# -- the examination -------------------------------------------------------------------------------
-
-
 def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]:
     facts, cells = [_facts(backend)], []
     say = _progress()
-    reached = [0]
-    for rank in range(1, backend.world_size):
+    unreached: set[int] = set()
+    for one, other in combinations(range(backend.world_size), 2):
+        if unreached & {one, other}:
+            continue
         try:
-            _give_order(backend, rank, _Order(0, is_first=False))
-            cells.append(_measure(backend, rank, nbytes, is_first=True))
-            facts.append(_result(backend, rank, Facts, nbytes))
-            cells.append(_result(backend, rank, Cell, nbytes))
-            reached.append(rank)
-        except RankwireError as error:
-            cells.append(Cell(0, rank, why_not=error.message))
-        say(f"measured ranks 0 and {rank}")
-    for one, other in combinations(reached[1:], 2):
-        _give_order(backend, one, _Order(other, is_first=True))
-        _give_order(backend, other, _Order(one, is_first=False))
-        try:
-            cells.append(_result(backend, one, Cell, nbytes))
+            _give_order(backend, other, _Order(one))
+            if one == 0:
+                cells.append(_measure(backend, other, nbytes, is_first=True))
+                facts.append(_result(backend, other, Facts, nbytes))
+            else:
+                _give_order(backend, one, _Order(other, is_first=True))
+                cells.append(_result(backend, one, Cell, nbytes))
             cells.append(_result(backend, other, Cell, nbytes))
         except RankwireError as error:
             cells.append(Cell(one, other, why_not=error.message))
+            unreached |= {other} if one == 0 else set()
         say(f"measured ranks {one} and {other}")
-    for rank in reached[1:]:
+    for rank in {*range(1, backend.world_size)} - unreached:
         with suppress(RankwireError):  # it was measured; a later failure does not matter
             _give_order(backend, rank, _Order(None))
     return facts, cells
@@ -153,11 +147,9 @@ def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:
         begin = REAL_TIME.now()
         if is_first:
             backend.send(b"12345678", peer, _PING, timeout=_PAIR_LIMIT)
-            backend.recv(peer, _PING, timeout=_PAIR_LIMIT)
-        else:
-            backend.send(
-                backend.recv(peer, _PING, timeout=_PAIR_LIMIT), peer, _PING, timeout=_PAIR_LIMIT
-            )
+        data = backend.recv(peer, _PING, timeout=_PAIR_LIMIT)
+        if not is_first:
+            backend.send(data, peer, _PING, timeout=_PAIR_LIMIT)
         times.append(REAL_TIME.now() - begin)
     return median(times[_WARM_UP:])
 
@@ -176,9 +168,6 @@ def _bandwidth(backend: TcpBackend, peer: int, nbytes: int, *, is_sender: bool) 
             backend.send(b"", peer, _BULK, timeout=limit)
         best = min(best, REAL_TIME.now() - begin)
     return nbytes / best
-
-
-# -- facts -----------------------------------------------------------------------------------------
 
 
 def _facts(backend: TcpBackend) -> Facts:
@@ -215,9 +204,6 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:  # not readable, or the kernel lacks it
         return ""
-
-
-# -- report ----------------------------------------------------------------------------------------
 
 
 def _progress() -> Callable[[str], None]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
@@ -114,23 +114,18 @@ def values_of(ended: Sequence[RankOutcome[T]]) -> list[T]:
     raise failure from culprit.error
 
 
-class _Text(NamedTuple):
-    stream: StreamName
-    text: str
-
-
 class Printer:
     """Print texts in order. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = runtime.Condition()
-        self._texts: deque[_Text] = deque()
+        self._texts: deque[tuple[StreamName, str]] = deque()
         self._waiting = 0  # threads inside print_until
 
     def put(self, stream: StreamName, text: str) -> None:
         """Print a text in a thread that waits, or in this one if none does."""
         with self._changed:
-            self._texts.append(_Text(stream, text))
+            self._texts.append((stream, text))
             if self._waiting:
                 self._changed.notify_all()
                 return

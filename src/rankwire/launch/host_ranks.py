@@ -204,10 +204,12 @@ class HostRanks:
         match order:
             case Start():
                 self.start(order)
-            case Restart(rank, incarnation):
-                self.restart(rank, incarnation)
-            case End(rank):
-                self.end(rank)
+            case Restart(rank, incarnation) if self._phase is _Phase.RUNNING:
+                self._restart(rank, incarnation)
+            case End(rank) if self._phase is _Phase.RUNNING:
+                for child in self._children:
+                    if child.rank == rank and child.ending is None:
+                        child.send_group(signal.SIGKILL)
             case Release():
                 self._stays = False  # this is over when all ranks have ended
             case Stop(number):
@@ -215,10 +217,8 @@ class HostRanks:
             case Kill():
                 self.kill()
 
-    def restart(self, rank: int, incarnation: int) -> None:
+    def _restart(self, rank: int, incarnation: int) -> None:
         """Restart a rank that has ended, and kill what is left of its process group."""
-        if self._phase is not _Phase.RUNNING:
-            return
         assert self._world is not None
         (old,) = (child for child in self._children if child.rank == rank)
         self._loop.output.detach(rank)
@@ -227,12 +227,6 @@ class HostRanks:
         self._subreaper.reaper.forget(old.pid)
         self._children.remove(old)
         self._start(rank, self._world, incarnation)
-
-    def end(self, rank: int) -> None:
-        """Kill one rank that was declared lost; it counts as ended by itself."""
-        for child in self._children:
-            if child.rank == rank and child.ending is None and self._phase is _Phase.RUNNING:
-                child.send_group(signal.SIGKILL)
 
     @property
     def alive(self) -> list[int]:

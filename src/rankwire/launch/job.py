@@ -115,36 +115,27 @@ class LaunchedJob:
     def run(self) -> int:
         """Return the job's exit code; raise ConfigurationError if launchers are missing."""
         self._gather()
-        for attempt in range(self._options.failures.restarts + 1):
+        restarts = self._options.failures.restarts
+        for attempt in range(restarts + 1):
             if self._requests.first is None:
                 self._start(attempt)
                 self._supervise()
-            has_failed = bool(self._attempt.failures(self._parts))
-            if not has_failed or self._requests.first is not None or self._trouble[0]:
+            failures = self._attempt.failures(self._parts)
+            if not failures or self._requests.first is not None or self._trouble[0]:
                 break
-            if attempt < self._options.failures.restarts:
-                count = f"restart {attempt + 1} of {self._options.failures.restarts}"
+            if attempt < restarts:
+                count = f"restart {attempt + 1} of {restarts}"
                 self._reporter.announce_restart(self._attempt, count)
         text = self._reporter.report(self._attempt, self._trouble[0])
-        if not text and self._requests.first is not None:
-            text = f"{signal_name(self._requests.first)}: the job was stopped"
-        code, was_asked = self.exit_code, self._requests.first is not None
-        for part in self._parts.remote.values():
-            part.finish(code, text, was_asked=was_asked)
-        patience = LAST_WORDS if was_asked else math.inf
-        return self._loop.write_rest(
-            code, patience=0.0 if self._requests.is_impatient else patience
-        )
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of all launchers."""
-        failures = self._attempt.failures(self._parts)
+        code, patience, asked = self._trouble[1], math.inf, self._requests.first
+        if asked is not None:
+            text = text or f"{signal_name(asked)}: the job was stopped"
+            code, patience = 128 + asked, 0.0 if self._requests.is_impatient else LAST_WORDS
         if failures:
-            return first_failure(failures).ending.exit_code
-        if self._requests.first is not None:
-            return 128 + self._requests.first
-        return self._trouble[1]
+            code = first_failure(failures).ending.exit_code
+        for part in self._parts.remote.values():
+            part.finish(code, text, was_asked=asked is not None)
+        return self._loop.write_rest(code, patience=patience)
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -271,37 +262,29 @@ class LaunchedJob:
 
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._attempt.ended[rank] = ending, by_itself
-        has_failed = ending.is_failure and by_itself and not self._attempt.is_stopping
-        if has_failed and self._options.failures.on_failure is OnFailure.RESTART:
-            has_failed = not self._restarts_alone(rank, ending)
-        elif has_failed and self._options.failures.on_failure is OnFailure.CONTINUE:
-            self._reporter.announce_failure(rank, ending, "the others go on")
-            has_failed = False
-        if has_failed:
-            self._attempt.stop_soon()
-        if not ending.is_failure or self._options.failures.on_failure is OnFailure.CONTINUE:
+        goes_on = self._options.failures.on_failure is OnFailure.CONTINUE
+        if ending.is_failure and by_itself and not self._attempt.is_stopping:
+            if goes_on:
+                self._reporter.announce_failure(rank, ending, "the others go on")
+            elif (pause := self._restarts.plan(rank, REAL_TIME.now())) is not None:
+                count = f"restart {self._restarts.count(rank)} of {self._restarts.limit}"
+                again = f"it starts again in {pause:g} s, {count}"
+                self._reporter.announce_failure(rank, ending, again)
+            else:
+                self._attempt.stop_soon()
+        if goes_on or not ending.is_failure:
             self._host.expect_never(rank, f"rank {rank} ended ({ending}) before it joined")
-
-    def _restarts_alone(self, rank: int, ending: Ending) -> bool:
-        """Schedule a restart of a failed rank; return False if it is out of restarts."""
-        pause = self._restarts.plan(rank, REAL_TIME.now())
-        if pause is not None:
-            count = f"restart {self._restarts.count(rank)} of {self._restarts.limit}"
-            again = f"it starts again in {pause:g} s, {count}"
-            self._reporter.announce_failure(rank, ending, again)
-        return pause is not None
 
     def _rank_gone(self, gone: Gone) -> None:
         self._attempt.rank_gone(gone)
-        if gone.silent and not gone.orderly:
-            if (
-                self._options.failures.on_failure is OnFailure.RESTART
-                and not self._attempt.is_stopping
-            ):
-                self._loop.output.say(f"rank {gone.rank} is killed: {gone.reason}", "bold yellow")
-                self._parts.part_of(gone.rank).obey(End(gone.rank))
-            else:
-                self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
+        if not gone.silent or gone.orderly:
+            return
+        restarts_alone = self._options.failures.on_failure is OnFailure.RESTART
+        if restarts_alone and not self._attempt.is_stopping:
+            self._loop.output.say(f"rank {gone.rank} is killed: {gone.reason}", "bold yellow")
+            self._parts.part_of(gone.rank).obey(End(gone.rank))
+        else:
+            self._say_began(f"rank {gone.rank} was given up: {gone.reason}")
 
     def _say_began(self, reason: str) -> None:
         self._attempt.began = self._attempt.began or reason

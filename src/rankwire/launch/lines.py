@@ -1,15 +1,22 @@
-r"""Split a stream of bytes into lines and rows that are still being redrawn. Pure.
+r"""Split what ranks write into lines, and shorten errors that repeat. Pure.
 
 Progress bars redraw a row with ``\r`` and several rows (nested tqdm bars, live displays of rich) by
 moving the cursor up. Rows become lines when the program continues below them. Where nothing can be
-redrawn, such as in a file or notebook, ``ProgressLines`` prints a row every few seconds.
+redrawn, such as in a file or notebook, a row is printed every few seconds.
+
+One mistake often ends all ranks with the same traceback. The first rank's is printed. A later
+rank's is held back while its lines equal those of an earlier rank, apart from what differs by rank.
+If the rank's stderr ends there, the launcher names the rank instead. If only the message differs,
+only the message is printed. If the rank continues or the lines differ earlier, all are printed.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 # A longer line is split, so that it does not fill the launcher's memory.
 _MAX_LINE_NBYTES = 64 * 1024
@@ -21,6 +28,20 @@ _CONTROL = re.compile(rb"\r?\n|\r|\x1b\[(\d{0,3})A|\x1b\[[012]?K|\x1b\[\?25[hl]"
 _UNFINISHED = re.compile(rb"(\r|\x1b(\[(\?2?5?|\d{0,3}))?)\Z")
 _LONGEST_CONTROL = 6
 _SHOWS_NOTHING = re.compile(rb"(\s|\x1b\[[0-9;]*m)*\Z")
+# The first line of an error as Python and ``observe.tracebacks`` print it.
+_BEGIN = re.compile(
+    r"(  \+ Exception Group )?Traceback \(most recent call last\):|failed because of rank \d+: "
+)
+_DIFFERS_BY_RANK = re.compile(
+    r" \[(op|rank|peer|tag|waited) [^\[\]]*\]| \(rank \d+ says\)"
+    r"|(?<=^traceback on rank )\d+(?=:$)|(?<=^  \[)\d+(?= frames? of rankwire)"
+)
+_MOST_ERRORS = 16  # remembered, of all ranks
+_MOST_LINES = 200  # of one error that are remembered and held back
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
+_MOST_INTERRUPT_LINES = 500  # held back until the end of a traceback
+_MOST_OPEN = 4  # errors of one rank that may continue, such as a chain of exceptions
 
 
 class LineSplitter:
@@ -49,7 +70,7 @@ class LineSplitter:
         lines: list[bytes] = []
         if self._is_redrawn or b"\r" in data or b"\x1b[?25" in data:
             self._draw(data, lines)
-        else:
+        else:  # 0.9 instead of 3.7 ms for 64 KiB of lines
             *ended, rest = data.split(b"\n")
             for text in ended:
                 self._write(text, lines)
@@ -131,32 +152,6 @@ class LineSplitter:
         return [bytes(row) for row in self._rows if not _SHOWS_NOTHING.match(row)]
 
 
-class ProgressLines:
-    """Choose the rows of one stream to print as lines now and then. For one thread."""
-
-    def __init__(self) -> None:
-        self._next_at = -math.inf
-        self._printed: list[bytes] = []
-
-    def due(self, rows: Sequence[bytes], now: float) -> list[bytes]:
-        """Return the rows that changed, if it is time to print them."""
-        if not rows or now < self._next_at:
-            return []
-        new = [row for row in rows if row not in self._printed]
-        if new:
-            self._printed = list(rows)
-            self._next_at = now + PROGRESS_EVERY
-        return new
-
-    def unprinted(self, lines: list[bytes]) -> list[bytes]:
-        """Return the lines without those that were printed as rows and did not change since."""
-        if not lines or not self._printed:
-            return lines
-        printed, self._printed = self._printed, []
-        count = len(printed)
-        return [line for line in lines[:count] if line not in printed] + lines[count:]
-
-
 class StreamLines:
     """Split one output stream of a rank into the lines to print. For one thread.
 
@@ -166,16 +161,169 @@ class StreamLines:
     def __init__(self, *, redraws: bool = False) -> None:
         self.rows: list[bytes] = []
         self._splitter = LineSplitter()
-        self._progress = None if redraws else ProgressLines()
+        self._redraws = redraws
+        self._next_at = -math.inf
+        self._printed: list[bytes] = []  # rows, as lines
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that ``data`` completes; the last ones if it is empty."""
+        """Return the lines that ``data`` completes; the last ones if it is empty.
+
+        Leave out those that were printed as rows and did not change since.
+        """
         lines = self._splitter.feed(data) if data else self._splitter.finish()
-        return lines if self._progress is None else self._progress.unprinted(lines)
+        if not lines or not self._printed:
+            return lines
+        printed, self._printed = self._printed, []
+        count = len(printed)
+        return [line for line in lines[:count] if line not in printed] + lines[count:]
 
     def due(self, now: float) -> list[bytes]:
         """Return progress rows that are printed as lines now, or renew ``rows``."""
-        if self._progress is not None:
-            return self._progress.due(self._splitter.progress, now)
-        self.rows = self._splitter.progress
-        return []
+        rows = self._splitter.progress
+        if self._redraws:
+            self.rows = rows
+            return []
+        new = [row for row in rows if row not in self._printed] if now >= self._next_at else []
+        if new:
+            self._printed = rows
+            self._next_at = now + PROGRESS_EVERY
+        return new
+
+
+@dataclass
+class _Printed:
+    rank: int
+    lines: list[str] = field(default_factory=list)
+
+    def agrees(self, lines: list[str]) -> bool:
+        return all(_alike(line) == own for line, own in zip(lines, self.lines, strict=False))
+
+
+class PrintedErrors(deque[_Printed]):
+    """Remember the last errors that the ranks of a job printed."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_MOST_ERRORS)
+
+
+class RepeatFilter:
+    """Drop an error at the end of a rank's stderr that another rank has printed.
+
+    The owner releases the lines at ``held_until``. After ``finish``, ``same_as`` is the other rank.
+    """
+
+    def __init__(self, rank: int, printed: PrintedErrors) -> None:
+        self._rank = rank
+        self._printed = printed
+        self._own: deque[_Printed] = deque(maxlen=_MOST_OPEN)
+        self._held: list[str] = []
+        self._same: list[_Printed] = []  # errors that equal the held lines so far
+        self._message_at = 0  # index of the held line that differs, if it is the message
+        self.same_as: int | None = None
+        self.held_until = -math.inf
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether lines are held back."""
+        return bool(self._held)
+
+    def feed(self, lines: Iterable[str]) -> list[str]:
+        """Return the lines to print now, of these and of those held back."""
+        found: list[str] = []
+        for line in lines:
+            if self._held:
+                if self._goes_on(line):
+                    self._held.append(line)
+                    continue
+                found += self.release()
+            if _BEGIN.match(line):
+                begin = _alike(line)
+                others = (known for known in self._printed if known.rank != self._rank)
+                self._same = [known for known in others if known.lines[0] == begin]
+                if self._same:
+                    self._held = [line]
+                    continue
+            found.append(self._pass(line))
+        return found
+
+    def release(self) -> list[str]:
+        """Return the lines that are held back, because the rank continues."""
+        held, self._held, self._message_at = self._held, [], 0
+        return [self._pass(line) for line in held]
+
+    def finish(self, *, waits: bool = False) -> list[str]:
+        """Return the lines to print when the stderr of the rank has ended.
+
+        With ``waits``, keep the error while the other rank has printed only a part of it; the
+        caller then calls this again.
+        """
+        held, count = self._held, self._message_at or len(self._held)
+        same = [known for known in self._same if held and known.agrees(held[:count])]
+        whole = [known for known in same if len(known.lines) >= count]
+        if not whole:
+            return [] if same and waits else self.release()
+        other, self._held = whole[0].rank, []
+        if count == len(held):
+            self.same_as = other
+            return []
+        message, *rest = held[count:]
+        return [f"same traceback as rank {other}, but: {message}", *rest]
+
+    def _goes_on(self, line: str) -> bool:
+        count = len(self._held)
+        if self._message_at or count >= _MOST_LINES:
+            return count < _MOST_LINES
+        same = [known for known in self._same if known.agrees([*self._held, line])]
+        if same:
+            self._same = same
+        elif count > 1 and not line.startswith(" "):
+            self._message_at = count
+        return bool(same or self._message_at)
+
+    def _pass(self, line: str) -> str:
+        if _BEGIN.match(line):
+            self._own.append(_Printed(self._rank))
+            self._printed.append(self._own[-1])
+        for error in self._own:
+            if len(error.lines) < _MOST_LINES:
+                error.lines.append(_alike(line))
+        return line
+
+
+def _alike(line: str) -> str:
+    return _DIFFERS_BY_RANK.sub("", line)
+
+
+class InterruptFilter:
+    """Shorten the traceback of an interrupt in one stream to one line.
+
+    Connected ranks do so themselves (``observe.tracebacks``).
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # a traceback that has not ended
+
+    def feed(self, lines: Iterable[str]) -> list[str]:
+        """Return the lines to print now, of these and of those held back."""
+        found: list[str] = []
+        for line in lines:
+            if line == _TRACEBACK:
+                found += self.finish()
+                self._held = [line]
+            elif not self._held:
+                found.append(line)
+            elif line.startswith(" ") and len(self._held) < _MOST_INTERRUPT_LINES:
+                self._held.append(line)
+            elif line == "KeyboardInterrupt":
+                frames = [frame for held in self.finish() if (frame := _FRAME.match(held))]
+                own = [frame for frame in frames if not frame["path"].startswith("<frozen ")]
+                places = [f" ({each['path']}:{each['line']} in {each['name']})" for each in own]
+                found.append("".join([line, *places[-1:]]))
+            else:
+                found += [*self.finish(), line]
+        return found
+
+    def finish(self) -> list[str]:
+        """Return the lines that are held back."""
+        held, self._held = self._held, []
+        return held

@@ -21,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from rich.text import Text
+
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.launch.logfiles import Log, LogFolder
-from rankwire.launch.output_streams import HeldErrors, OutputQueue, RankOutput
-from rankwire.launch.stderr_filters import PrintedErrors, RepeatFilter
+from rankwire.launch.lines import InterruptFilter, PrintedErrors, RepeatFilter
+from rankwire.launch.output_streams import HeldErrors, Log, LogFolder, OutputQueue, RankOutput
 from rankwire.texts import name_ranks
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,6 +76,7 @@ class Output:
         if self._stderr.is_terminal and os.path.sameopenfile(1, 2):
             # One queue for one screen, so that no line is written into the status line.
             self._stdout = self._stderr
+        self._queues = {self._stdout: None, self._stderr: None}  # one if they are the same
         self._remind_at = REAL_TIME.now() + REMIND_AFTER
         self._progress_at = -math.inf
         self._streams: list[RankOutput] = []
@@ -91,11 +93,12 @@ class Output:
         for pipe, queue in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
-                prefix = queue.render(f"[rank {rank}]", _COLORS[rank % len(_COLORS)]) + b" "
+                name = Text(f"[rank {rank}]", _COLORS[rank % len(_COLORS)])
+                prefix = queue.render(name) + b" "
             redraws = self._has_status and queue.is_terminal
             stream = RankOutput(rank, pipe, queue, prefix, log, redraws=redraws)
             self._streams.append(stream)
-            self._selector.register(pipe, runtime.EVENT_READ, partial(self._read, stream))
+            self._watch(stream)
         if self._printed is not None:
             if rank in self._errors:
                 self._printed.clear()
@@ -105,7 +108,7 @@ class Output:
     def fold_interrupts(self) -> None:
         """Shorten the traceback of an interrupt to one line on all ranks."""
         for stream in self._errors.values():
-            stream.fold_interrupts()
+            stream.fold = stream.fold or InterruptFilter()
 
     def detach(self, rank: int | None = None) -> None:
         """Read what the pipes of ended ranks hold now and close them.
@@ -124,8 +127,11 @@ class Output:
     def say(self, text: str, style: str = "bold") -> None:
         """Print a line of the launcher itself to stderr."""
         self._name_repeats()
-        self._stderr.put(self._stderr.render(f"rankwire: {text}", style) + b"\n")
-        self._balance(self._stderr)
+        self._say(self._stderr, text, style)
+
+    def _say(self, queue: OutputQueue, text: str, style: str) -> None:
+        queue.put(queue.render(Text(f"rankwire: {text}", style)) + b"\n")
+        self._balance(queue)
 
     def quote(self, lines: list[str]) -> None:
         """Print lines of a rank, indented, as part of the launcher's own."""
@@ -163,7 +169,7 @@ class Output:
         self._progress_at = REAL_TIME.now() + _PROGRESS_EVERY
         for stream in self._streams:
             stream.show_progress()
-        for queue in dict.fromkeys((self._stdout, self._stderr)):
+        for queue in self._queues:
             queue.draw()
             self._balance(queue)
 
@@ -183,20 +189,19 @@ class Output:
     @property
     def is_written(self) -> bool:
         """Whether nothing is queued."""
-        return not self._stdout.pending and not self._stderr.pending
+        return not any(queue.pending for queue in self._queues)
 
     def drop_rest(self) -> None:
         """Drop what is queued, and print how many lines of which ranks were lost."""
         lost: Counter[int] = Counter()
-        for queue in dict.fromkeys((self._stdout, self._stderr)):
+        for queue in self._queues:
             queue.drop()
             lost += queue.lost
         if not lost:
             return
         where = self._stdout if self._stderr.trouble else self._stderr
         each = (f"{n} line{'s'[: n > 1]} of rank {rank}" for rank, n in sorted(lost.items()))
-        where.put(where.render(f"rankwire: not written: {', '.join(each)}", "bold red") + b"\n")
-        self._balance(where)
+        self._say(where, f"not written: {', '.join(each)}", "bold red")
         end = Deadline(_LAST_WORD, REAL_TIME)
         while where.pending and not end.expired:
             for key, _ in self._selector.select(end.remaining()):
@@ -209,6 +214,10 @@ class Output:
         if self.logs is not None:
             self.logs.close()
 
+    def _watch(self, stream: RankOutput) -> None:
+        self._selector.register(stream.pipe, runtime.EVENT_READ, partial(self._read, stream))
+        stream.is_paused = False
+
     def _read(self, stream: RankOutput) -> None:
         if stream.is_paused:
             return  # by an earlier handler in this turn
@@ -218,10 +227,6 @@ class Output:
             self._held.streams[stream] = None
         self._balance(stream.queue)
 
-    def _write(self, queue: OutputQueue) -> None:
-        queue.write()
-        self._balance(queue)
-
     def _end(self, stream: RankOutput) -> None:
         self._streams.remove(stream)
         if not stream.is_paused:
@@ -230,6 +235,10 @@ class Output:
         self._held.settle(stream)
         self._balance(stream.queue)
 
+    def _write(self, queue: OutputQueue) -> None:
+        queue.write()
+        self._balance(queue)
+
     def _balance(self, queue: OutputQueue) -> None:
         """Watch an output while data is queued, and read its ranks while it keeps up."""
         is_waiting = queue.fd in self._selector.get_map()
@@ -237,17 +246,12 @@ class Output:
             self._selector.register(queue.fd, runtime.EVENT_WRITE, partial(self._write, queue))
         elif is_waiting and not queue.pending:
             self._selector.unregister(queue.fd)
-        for stream in self._streams:
-            if stream.queue is not queue:
-                continue
+        for stream in [stream for stream in self._streams if stream.queue is queue]:
             if not stream.is_paused and len(queue.pending) > _QUEUE_HIGH_NBYTES:
                 self._selector.unregister(stream.pipe)
                 stream.is_paused = True
             elif stream.is_paused and len(queue.pending) < _QUEUE_LOW_NBYTES:
-                self._selector.register(
-                    stream.pipe, runtime.EVENT_READ, partial(self._read, stream)
-                )
-                stream.is_paused = False
+                self._watch(stream)
 
 
 class Loop:
@@ -297,9 +301,8 @@ class Loop:
         end = REAL_TIME.now() + max(patience, _LEAST_PATIENCE)
         while True:
             if (trouble := self.new_stdout_trouble()) is not None:
-                text, code_for_it = trouble
-                self.output.say(text, "bold red")
-                code = code or code_for_it
+                self.output.say(trouble[0], "bold red")
+                code = code or trouble[1]
             if self.output.is_written or REAL_TIME.now() >= end or self.turn(end - REAL_TIME.now()):
                 break
         self.output.drop_rest()
@@ -316,9 +319,9 @@ def collected_signals(
     ignored, as ``nohup`` and background shells expect.
     """
     with contextlib.ExitStack() as stack:
-        reader, writer = (stack.enter_context(end) for end in runtime.socketpair())
-        reader.setblocking(False)
-        writer.setblocking(False)
+        reader, writer = ends = runtime.socketpair()
+        for end in ends:
+            stack.enter_context(end).setblocking(False)
         for number in numbers:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:

@@ -1,25 +1,32 @@
-"""Read a rank's pipe, and queue what is written to one of the launcher's outputs.
+"""Read a rank's pipe, log it, and queue what is written to one of the launcher's outputs.
 
-On a terminal, progress rows and the status line are below all lines. Nothing here blocks;
-``Output`` decides when to read and write.
+On a terminal, progress rows and the status line are below all lines. Nothing here blocks, except
+that a log is written at once; ``Output`` decides when to read and write.
+
+In a shared folder such as ``/tmp`` another user may have planted a link to a file of this user, a
+file that they can read, or a FIFO. So a log is a new file of mode 0600, created through the
+descriptor of the folder, and replaces only a regular file of this user without hard links. The path
+may contain links of this user, but not one that another user made where others can write.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import stat
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from typing import IO, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, BinaryIO, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
-from rankwire.launch.lines import StreamLines
-from rankwire.launch.logfiles import Log
-from rankwire.launch.stderr_filters import InterruptFilter, RepeatFilter
+from rankwire.errors import ConfigurationError
+from rankwire.launch.lines import InterruptFilter, RepeatFilter, StreamLines
 
 # The default capacity of a Linux pipe, so one read empties it.
 _READ_NBYTES = 64 * 1024
@@ -31,16 +38,16 @@ _TAIL_LINE_CHARACTERS = 500
 _HOLD = 2.0
 # Lines that a user sees without scrolling.
 _SCREEN_LINES = 40
-
-
 # POSIX: a pipe that poll() calls writable takes this much without blocking.
 _WRITE_NBYTES = runtime.PIPE_BUF
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_ADVICE = "remove it, or choose another --log-dir"
 
 
 class _Likeness(io.StringIO):
-    """Tell rich whether an output is a terminal, and discard what it writes.
+    """Tell rich whether an output is a terminal, and keep it from writing there.
 
-    rich writes an empty text even when it captures, which fails on a full disk.
+    It writes an empty text even when it captures, which fails on a full disk.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -81,7 +88,7 @@ class OutputQueue:
             self.drop()
 
     def show_status(self, text: str) -> None:
-        """Show ``text`` below all lines until the next line, on a terminal."""
+        """Show ``text`` below all lines until the next line."""
         if text != self._status:
             self._status = text
             self.draw()
@@ -102,10 +109,9 @@ class OutputQueue:
         wanted = [row for _, rows in sorted(self._progress.items()) for row in rows]
         room = max(1, self._console.height - 2)
         if len(wanted) > room:
-            more = Text(f"({len(wanted) - room + 1} more)", style="dim")
-            wanted[room - 1 :] = [self._cut(more)]
+            wanted[room - 1 :] = [self._cut(Text(f"({len(wanted) - room + 1} more)", "dim"))]
         if self._status:
-            wanted.append(self._cut(Text(self._status, style="dim")))
+            wanted.append(self._cut(Text(self._status, "dim")))
         if wanted != self._drawn:
             self._erase()  # and what the terminal echoed
             self._queue(b"\n".join(wanted), None)
@@ -120,7 +126,7 @@ class OutputQueue:
         """Return a row that ends before the last column, so that the terminal does not wrap it."""
         text.expand_tabs()
         text.truncate(self._console.width - 1, overflow="crop")
-        return self._rendered(text)
+        return self.render(text)
 
     def drop(self) -> None:
         """Drop what is queued, and count the lines of each rank."""
@@ -154,14 +160,15 @@ class OutputQueue:
         else:
             self._is_inside_line = self.pending[written - 1 : written] != b"\n"
             del self.pending[:written]
-            self._remove_owners(written)
+            while written > 0:
+                rank, owned = self._owners.popleft()
+                written -= owned
+            if written < 0:
+                self._owners.appendleft((rank, -written))
             self.draw()
 
-    def render(self, text: str, style: str) -> bytes:
+    def render(self, text: Text) -> bytes:
         """Return styled text for this output; rich handles terminals and ``NO_COLOR``."""
-        return self._rendered(Text(text, style=style))
-
-    def _rendered(self, text: Text) -> bytes:
         with self._console.capture() as capture:
             self._console.print(text, end="", soft_wrap=True)
         return capture.get().encode()
@@ -173,12 +180,24 @@ class OutputQueue:
             _, before = self._owners.pop()
         self._owners.append((rank, before + len(data)))
 
-    def _remove_owners(self, nbytes: int) -> None:
-        while nbytes:
-            rank, owned = self._owners.popleft()
-            if owned > nbytes:
-                self._owners.appendleft((rank, owned - nbytes))
-            nbytes -= min(owned, nbytes)
+
+class Log:
+    """Log both streams of a rank. A full disk ends the log, not the job."""
+
+    def __init__(self, file: BinaryIO, named: str, on_end: Callable[[str], None]) -> None:
+        self._file: BinaryIO | None = file
+        self._named = named
+        self._on_end = on_end
+
+    def write(self, data: bytes) -> None:
+        """Write all of ``data``; if that fails, end the log."""
+        rest = memoryview(data)
+        try:
+            while rest and self._file is not None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file = None
+            self._on_end(f"{self._named} ends here: {error.strerror}")
 
 
 class RankOutput:
@@ -205,12 +224,8 @@ class RankOutput:
         self._prefix = prefix
         self._log = log
         self.last_line = 0
-        self._fold: InterruptFilter | None = None
+        self.fold: InterruptFilter | None = None
         self.repeats: RepeatFilter | None = None
-
-    def fold_interrupts(self) -> None:
-        """Shorten the traceback of an interrupt to one line from now on."""
-        self._fold = self._fold or InterruptFilter()
 
     def read(self) -> int | None:
         """Read the pipe; return the number of bytes, 0 at its end, None if it is empty now."""
@@ -236,8 +251,8 @@ class RankOutput:
         """Queue an unfinished last line, and close the pipe."""
         self._put(self._lines.feed(b""))
         self.show_progress()
-        if self._fold is not None:
-            self._show(self._fold.finish())
+        if self.fold is not None:
+            self._show(self.fold.finish())
         self.pipe.close()
 
     def settle(self, *, waits: bool = True) -> bool:
@@ -254,7 +269,7 @@ class RankOutput:
     def _put(self, lines: list[bytes]) -> None:
         texts = _decoded(lines)
         self.tail.extend(text[:_TAIL_LINE_CHARACTERS] for text in texts[-_TAIL_LINES:])
-        self._show(texts if self._fold is None else self._fold.feed(texts))
+        self._show(texts if self.fold is None else self.fold.feed(texts))
 
     def _show(self, texts: list[str]) -> None:
         if self.repeats is not None:
@@ -302,3 +317,71 @@ class HeldErrors:
 
 def _decoded(lines: list[bytes]) -> list[str]:
     return [line.decode("utf-8", "replace") for line in lines]
+
+
+class LogFolder:
+    """Create or open a folder of logs, or raise ConfigurationError. For one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._files: dict[int, BinaryIO] = {}
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_planted_links(path)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(f"--log-dir {path}: {error.strerror}") from error
+
+    def path_of(self, rank: int) -> Path:
+        """Return the absolute path of a rank's log."""
+        return self._path / f"rank_{rank}.log"
+
+    def open(self, rank: int) -> BinaryIO:
+        """Return the log of a rank, empty at first; the same one after a restart."""
+        if rank not in self._files:
+            path = self.path_of(rank)
+            try:
+                descriptor = self._create(path.name)
+            except OSError as error:
+                raise ConfigurationError(f"the log {path}: {error.strerror}") from error
+            self._files[rank] = os.fdopen(descriptor, "wb", buffering=0)
+        return self._files[rank]
+
+    def close(self) -> None:
+        """Close all logs. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _create(self, name: str) -> int:
+        with suppress(FileNotFoundError):
+            _check_own(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
+            # Not reused: another process may have it open for reading.
+            os.unlink(name, dir_fd=self._descriptor)
+        return os.open(name, _FLAGS, 0o600, dir_fd=self._descriptor)
+
+
+def _check_own(status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(0, f"it is a symbolic link; {_ADVICE}")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, f"it is not a regular file; {_ADVICE}")
+    if status.st_uid != os.geteuid():
+        raise OSError(0, f"it belongs to another user; {_ADVICE}")
+    if status.st_nlink != 1:
+        raise OSError(0, f"it has another name elsewhere (a hard link); {_ADVICE}")
+
+
+def _refuse_planted_links(path: Path) -> None:
+    way = Path(os.path.abspath(path))
+    for place in (*reversed(way.parents), way):
+        link, folder = place.lstat(), place.parent.stat()
+        is_planted = (
+            stat.S_ISLNK(link.st_mode)
+            and folder.st_mode & 0o022
+            and link.st_uid not in (os.geteuid(), 0, folder.st_uid)
+        )
+        if is_planted:
+            raise OSError(0, f"{place} is a symbolic link that another user has made")

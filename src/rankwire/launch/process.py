@@ -10,13 +10,12 @@ Imports little, because ranks load it for ``pass_by``.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,13 +67,11 @@ class Ending:
     def __str__(self) -> str:
         if self.signal is None:
             return f"exit code {self.code}"
-        hint = ""
+        hint = " (a crash in native code)" if self.signal in _FAULTS else ""
         if self.is_oom:
             hint = " by the kernel: out of memory"
         elif self.signal == signal.SIGKILL:
             hint = " (the kernel does that too, when memory runs out)"
-        elif self.signal in _FAULTS:
-            hint = " (a crash in native code)"
         return f"killed by {signal_name(self.signal)}{hint}"
 
 
@@ -132,10 +129,10 @@ class Process:
 
     def check(self) -> Ending | None:
         """Return how it ended, once; None if it runs or if this was returned before."""
-        if self.ending is None:
-            self.ending = self._find_ending()
-            return self.ending
-        return None
+        if self.ending is not None:
+            return None
+        self.ending = self._find_ending()
+        return self.ending
 
     def _find_ending(self) -> Ending | None:
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -203,8 +200,8 @@ class Process:
 class OomCounter:
     """Notice when the kernel kills a process because memory ran out.
 
-    The kernel counts such kills for the memory cgroup of this process, which its ranks share, or
-    for the whole host. It does not say which process; the caller saw a rank die by SIGKILL.
+    The kernel counts such kills for the memory cgroup, which the launcher shares with its ranks, or
+    for the whole host, but does not say which process it killed.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -286,7 +283,7 @@ class Subreaper:
                 if os.waitpid(pid, os.WNOHANG) == (0, 0) and os.getpgid(pid) not in ranks:
                     alive.add(pid)
         for pid in self._adopted - alive:
-            self.reaper.forget_adopted(pid)
+            self.reaper.forget(pid)
         for pid in alive - self._adopted:
             self.reaper.adopt(pid)
         self._adopted = alive
@@ -322,8 +319,7 @@ def _children() -> list[int]:
 class Terminal:
     """Lend the launcher's terminal to the process group of a debugged rank. For one thread.
 
-    That group becomes the foreground group, so it reads what is typed and gets Ctrl-C, which a
-    debugger takes as an interrupt of the program.
+    That group then reads what is typed and gets Ctrl-C, as an interrupt of the program.
     """
 
     def __init__(self) -> None:
@@ -333,8 +329,7 @@ class Terminal:
         """Put a process group of this session in the foreground."""
         with suppress(OSError):  # no terminal, or not ours
             owner = os.tcgetpgrp(_STDIN)
-            with _sigttou_blocked():
-                os.tcsetpgrp(_STDIN, group)
+            _set_foreground(group)
             self._owner = owner
         with suppress(OSError):
             os.killpg(group, signal.SIGCONT)  # the kernel stops it if it read before this
@@ -343,16 +338,15 @@ class Terminal:
         """Put the previous group back in the foreground. Idempotent."""
         owner, self._owner = self._owner, None
         if owner is not None:
-            with suppress(OSError), _sigttou_blocked():
-                os.tcsetpgrp(_STDIN, owner)
+            with suppress(OSError):
+                _set_foreground(owner)
 
 
-@contextlib.contextmanager
-def _sigttou_blocked() -> Iterator[None]:
-    """Keep the kernel from stopping this process for changing the terminal in the background."""
+def _set_foreground(group: int) -> None:
+    # Else the kernel stops this process if it is in the background.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
-        yield
+        os.tcsetpgrp(_STDIN, group)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

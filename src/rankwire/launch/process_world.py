@@ -20,10 +20,10 @@ from rankwire import runtime
 from rankwire.backends.arguments import check_world
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
-from rankwire.launch.function_pickle import pack, unpack
 from rankwire.launch.function_run import Printer, Rank, RankOutcome, StreamName, values_of
 from rankwire.launch.lines import StreamLines
 from rankwire.launch.process import Process, signal_name
+from rankwire.launch.rank_program import pack, unpack
 from rankwire.override import override
 from rankwire.rendezvous.runtime_dir import sweep_socket_files
 from rankwire.texts import text_of

@@ -1,11 +1,11 @@
 """End the ranks of a launcher that was killed.
 
 The reaper is a process of the standard library alone: ``python -I -S reaper.py GRACE``. It reads
-lines from stdin: the process id of each rank as it starts, and with a minus sign once the rank is
-gone and the id may be reused; after a ``+``, in the same way, processes that the launcher adopted;
-and ``done`` when all have ended. If the pipe ends without ``done``, the launcher is dead. Then
-every rank's process group, the adopted processes and their descendants get SIGTERM, and SIGKILL
-after GRACE seconds.
+lines from stdin: the process id of each rank as it starts, the id of each process that the launcher
+adopted after a ``+``, each of these ids after a ``-`` once the process is gone and the id may be
+reused, and ``done`` when all have ended. If the pipe ends without ``done``, the launcher is dead.
+Then every rank's process group, the adopted processes and their descendants get SIGTERM, and
+SIGKILL after GRACE seconds.
 
 If the reaper is killed with the launcher, the kernel ends the ranks. Both processes hold the
 writing end of a pipe, and each rank inherits a *leash*: a reading end with ``O_ASYNC`` whose owner
@@ -74,16 +74,12 @@ class Reaper:
                 fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)
 
     def forget(self, pid: int) -> None:
-        """Report that ``pid`` and its process group are gone."""
+        """Report that ``pid`` is gone, and its process group if it was a rank."""
         self._write(f"-{pid}\n")
 
     def adopt(self, pid: int) -> None:
         """Have the adopted process ``pid`` ended if the launcher dies."""
         self._write(f"+{pid}\n")
-
-    def forget_adopted(self, pid: int) -> None:
-        """Report that the adopted process ``pid`` is gone."""
-        self._write(f"+-{pid}\n")
 
     def __enter__(self) -> Self:
         return self
@@ -102,10 +98,8 @@ class Reaper:
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it was killed; the job continues without it
             self._process.stdin.write(line.encode())
-        except BrokenPipeError:
-            pass  # the reaper was killed; the job continues without it
 
 
 def _loader_settings() -> dict[str, str]:
@@ -118,24 +112,20 @@ def _loader_settings() -> dict[str, str]:
 
 def keep(grace: float) -> None:
     """Run as the reaper: read lines until ``done``, or end what is left."""
-    groups: list[int] = []
-    adopted: list[int] = []
+    is_rank: dict[int, bool] = {}  # by process id; else it was adopted
     for line in sys.stdin:
         if line == "done\n":
             return
-        kind = adopted if line.startswith("+") else groups
-        number = int(line.removeprefix("+"))
-        if number > 0:
-            kind.append(number)
+        number = int(line)
+        if number < 0:
+            del is_rank[-number]
         else:
-            kind.remove(-number)
-    _end(groups, adopted, grace)
-
-
-def _end(groups: list[int], adopted: list[int], grace: float) -> None:
+            is_rank[number] = not line.startswith("+")
     end = time.monotonic() + grace
-    young = descendants(groups + adopted)  # before SIGTERM makes some of them orphans
-    outside = adopted + [pid for pid, group, _ in young if group not in groups]
+    groups = [pid for pid in is_rank if is_rank[pid]]
+    outside = [pid for pid in is_rank if not is_rank[pid]]
+    young = descendants(is_rank)  # before SIGTERM makes some of them orphans
+    outside += [pid for pid, group, _ in young if group not in groups]
     left = [(os.killpg, group) for group in groups] + [(os.kill, pid) for pid in outside]
     left = [one for one in left if send_signal(*one, signal.SIGTERM)]
     while left and time.monotonic() < end:

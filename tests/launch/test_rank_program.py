@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from rankwire.launch.function_pickle import pack, unpack
+from rankwire.launch.rank_program import pack, unpack
 
 
 @pytest.fixture
