@@ -80,11 +80,3 @@ def test_certificates_are_refused_where_there_are_some_and_without_the_extra(tmp
     assert done.exit_code == 2
     assert "pip install 'rankwire[tls]'" in done.output
     assert not (tmp_path / "tls").exists()
-
-
-def test_the_library_alone_does_not_load_the_command_line():
-    code = "import sys, rankwire; print(*sys.modules.keys() & {'typer', 'click', 'rich'})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
-    )
-    assert done.stdout.strip() == ""

@@ -2,8 +2,6 @@
 
 import datetime
 import stat
-import subprocess
-import sys
 
 import pytest
 
@@ -94,14 +92,3 @@ def test_invalid_arguments_are_refused(tmp_path, world_size, days):
     with pytest.raises(ConfigurationError):
         make_certificates(tmp_path / "tls", world_size, days=days)
     assert not (tmp_path / "tls").exists()
-
-
-def test_without_the_extra_the_error_says_how_to_get_it(tmp_path):
-    code = (
-        "import sys; sys.modules['cryptography'] = None\n"
-        "from rankwire.launch.certificates import make_certificates\n"
-        f"make_certificates({str(tmp_path / 'tls')!r}, 1)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-    assert "pip install 'rankwire[tls]'" in printed
-    assert "ConfigurationError" in printed

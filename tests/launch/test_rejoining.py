@@ -18,6 +18,8 @@ from faults.sizes import QUICK
 from launched import COMMAND, Launched, is_running
 
 PATIENCE = 60.0
+RESTART = ("--on-failure", "restart")
+CONTINUE = ("--on-failure", "continue")
 
 # A rank talks to all others until there is a file "stop", and says which incarnation it is.
 PROGRAM = """
@@ -218,8 +220,7 @@ with rankwire.connect(suspect_after=0.2, fail_after=0.6, timeout=20.0) as backen
     else:
         print("got", bytes(backend.recv(0)).decode(), flush=True)
 """,
-        "--on-failure",
-        "restart",
+        *RESTART,
     )
     assert done.returncode == 0, done.stderr
     assert "got hello again" in done.stdout
@@ -235,10 +236,8 @@ if rank == 1:
     sys.exit(7)
 time.sleep(60)
 """,
-        "--on-failure",
-        "restart",
-        "--max-restarts",
-        "2",
+        *RESTART,
+        *("--max-restarts", "2"),
     )
     assert done.returncode == 7
     starts = sorted(line for line in done.stdout.splitlines() if line.startswith("[rank 1]"))
@@ -265,8 +264,7 @@ with rankwire.connect(timeout=20.0) as backend:
     backend.barrier()  # this world formed with the second process: all is as ever
     print("incarnation", backend.incarnation, flush=True)
 """,
-        "--on-failure",
-        "restart",
+        *RESTART,
     )
     assert done.returncode == 0, done.stderr
     assert "[rank 0] incarnation 0" in done.stdout
@@ -288,8 +286,7 @@ else:
         time.sleep(0.01)
     print("it is gone", flush=True)
 """,
-        "--on-failure",
-        "restart",
+        *RESTART,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -312,8 +309,7 @@ with rankwire.connect(timeout=20.0) as backend:
     else:
         print(bytes(backend.recv(0)).decode(), flush=True)
 """,
-        "--on-failure",
-        "continue",
+        *CONTINUE,
         ranks=3,
     )
     assert done.returncode == 128 + signal.SIGKILL
@@ -336,8 +332,7 @@ try:
 except rankwire.RendezvousError as error:
     print("cannot form", error.missing, flush=True)
 """,
-        "--on-failure",
-        "continue",
+        *CONTINUE,
     )
     assert time.monotonic() - begin < 25.0
     assert "cannot form [1]" in done.stdout
@@ -352,10 +347,8 @@ if rank == 1:
     sys.exit(3)
 time.sleep(60)
 """,
-        "--on-failure",
-        "restart",
-        "--max-restarts",
-        "50",
+        *RESTART,
+        *("--max-restarts", "50"),
         pids=5,  # rank 1 comes again and again, ever later
     )
     launched.send(signal.SIGINT)

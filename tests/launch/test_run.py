@@ -8,13 +8,12 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launched import PATIENT_COMMAND
+from launched import COMMAND, PATIENT_COMMAND
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch import run as run_module
 from rankwire.launch.run import run as run_ranks
@@ -22,6 +21,15 @@ from rankwire.launch.run_options import RunOptions
 
 SLEEP = "\nready()\ntime.sleep(60)\n"
 IGNORE = "\nfor number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+HAS_CHILD = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("pid", child.pid)
+"""
+
+
+def captured(command: list[str], **where) -> subprocess.CompletedProcess[str]:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(command, **streams | where, text=True, timeout=30, check=False)
 
 
 # -- starting ------------------------------------------------------------------------------------
@@ -46,14 +54,8 @@ def test_all_arguments_after_the_script_go_to_the_script(run):
 
 def test_run_starts_a_module(tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    done = subprocess.run(
-        [sys.executable, "-m", "rankwire", "run", "-n", "1", "-m", "mine", "--lr", "3"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = captured([*COMMAND, "-n", "1", "-m", "mine", "--lr", "3"], env=environ)
     assert done.stdout == "[rank 0] __main__ ['--lr', '3']\n"
 
 
@@ -147,22 +149,13 @@ def test_without_any_safe_folder_the_launcher_makes_one_for_the_job(tmp_path, mo
 
 def test_a_script_whose_name_begins_with_a_dash(tmp_path):
     (tmp_path / "-plain.py").write_text("import sys; print(sys.argv)")
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", "--", "-plain.py", "-x"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
-    )
+    done = captured([*COMMAND, "-n", "1", "--", "-plain.py", "-x"], cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[rank 0] ['-plain.py', '-x']\n", "")
 
 
 def test_too_few_descriptors_are_reported_in_one_line(script):
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", script("print(1)")]
-    done = subprocess.run(
-        ["sh", "-c", 'ulimit -n 12; exec "$@"', "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    command = [*COMMAND, "-n", "4", script("print(1)")]
+    done = captured(["sh", "-c", 'ulimit -n 12; exec "$@"', "sh", *command])
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
         r"rankwire: 4 ranks need \d+ open files in the launcher, and the limit is 12:"
@@ -176,24 +169,18 @@ def in_a_network_of_its_own(setup: str, command: list[str]) -> subprocess.Comple
         pytest.skip("needs unshare and ip")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this process may not make namespaces")
-    return subprocess.run(
-        ["unshare", "--net", "sh", "-ec", f'{setup}; exec "$@"', "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    return captured(["unshare", "--net", "sh", "-ec", f'{setup}; exec "$@"', "sh", *command])
 
 
 def test_a_host_with_the_other_loopback_address_only(script):
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
+    command = [*COMMAND, "-n", "2", script(CONNECT)]
     setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
     done = in_a_network_of_its_own(setup, command)
     assert (done.returncode, done.stdout.count("unix"), done.stderr) == (0, 2, "")
 
 
 def test_a_host_whose_loopback_is_down_gets_an_error_at_once(script):
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(CONNECT)]
+    command = [*COMMAND, "-n", "2", script(CONNECT)]
     done = in_a_network_of_its_own("true", command)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "127.0.0.1: Network is unreachable" in done.stderr
@@ -307,8 +294,7 @@ finally:
     time.sleep(1.0)
     print("a while later", file=sys.stderr, flush=True)
 """,
-        "--grace",
-        "0.5",
+        *("--grace", "0.5"),
     )
     assert done.returncode == 1
     lines = done.stderr.splitlines()
@@ -334,8 +320,7 @@ try:
 except rankwire.PeerLostError:
     pass
 """,
-        "--grace",
-        "0.3",
+        *("--grace", "0.3"),
     )
     assert launched.process.stderr is not None
     for line in launched.process.stderr:
@@ -479,8 +464,7 @@ raise ValueError("the reason")
 def test_a_rank_that_does_not_stop_is_killed(start):
     launched = start(
         IGNORE + "ready()\nmeet(3)\nif rank == 1: sys.exit(3)\ntime.sleep(60)",
-        "--grace",
-        "0.3",
+        *("--grace", "0.3"),
         ranks=3,
     )
     code, _, stderr = launched.wait()
@@ -490,14 +474,7 @@ def test_a_rank_that_does_not_stop_is_killed(start):
 
 
 def test_what_ranks_left_running_is_ended(start):
-    launched = start(
-        """
-child = subprocess.Popen([sys.executable, "-c", "import os, time; time.sleep(60)"])
-print("pid", child.pid)
-ready()
-""",
-        pids=4,
-    )
+    launched = start(HAS_CHILD + "ready()", pids=4)
     code, _, stderr = launched.wait()
     assert (code, stderr) == (0, "")
     launched.wait_until_all_gone(0)
@@ -591,32 +568,14 @@ def test_a_second_ctrl_c_kills(start):
 
 @pytest.mark.fault(54, "when the launcher is killed its ranks end too")
 def test_a_killed_launcher_leaves_no_process(start):
-    launched = start(
-        """
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print("pid", child.pid)
-"""
-        + IGNORE
-        + SLEEP,
-        "--grace",
-        "0.3",
-        pids=4,
-    )
+    launched = start(HAS_CHILD + IGNORE + SLEEP, "--grace", "0.3", pids=4)
     launched.process.kill()
     launched.wait_until_all_gone(10)
 
 
 @pytest.mark.fault(54, "when launcher and reaper are killed together the ranks end too")
 def test_a_launcher_that_is_killed_with_its_reaper_leaves_no_process(start):
-    launched = start(
-        """
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print("pid", child.pid)
-"""
-        + IGNORE
-        + SLEEP,
-        pids=4,
-    )
+    launched = start(HAS_CHILD + IGNORE + SLEEP, pids=4)
     pid = launched.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (reaper,) = {int(child) for child in children} - set(launched.pids)
@@ -664,40 +623,28 @@ def test_the_reader_of_our_output_leaves(start):
     launched.wait_until_all_gone(0)
 
 
-@pytest.mark.parametrize("rest", ["", "\ntime.sleep(60)"])
-def test_a_full_disk_is_named_also_when_the_ranks_have_ended(script, rest):
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "1", script(f"print('x'){rest}")]
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("print('x')", 1),
+        ("print('x')\ntime.sleep(60)", 1),
+        ("if rank: sys.exit(3)\nsignal.signal(15, lambda *_: print('late'))\nsignal.pause()", 3),
+    ],
+    ids=["ranks that have ended", "ranks that run", "during a failure"],
+)
+def test_a_full_disk_is_named(script, body, code):
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
-        )
-    assert done.returncode == 1
-    assert "stdout cannot be written to any more (No space left on device)" in done.stderr
-    assert "not written: 1 line of rank 0" in done.stderr
-
-
-def test_a_full_disk_is_named_also_while_a_failure_is_being_dealt_with(script):
-    body = "if rank: sys.exit(3)\nsignal.signal(15, lambda *_: print('late'))\nsignal.pause()"
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
-        )
-    assert done.returncode == 3
+        ranks = str(1 + (code == 3))
+        done = captured([*COMMAND, "-n", ranks, script(body)], stdout=full)
+    assert done.returncode == code
     assert "stdout cannot be written to any more (No space left on device)" in done.stderr
     assert "not written: 1 line of rank 0" in done.stderr
 
 
 @pytest.mark.fault(54, "a launcher that dies leaves no rank behind, within 10 s")
 def test_row_54_also_after_a_restart(start):
-    launched = start(
-        """
-if os.environ["RANKWIRE_RESTART_COUNT"] == "0": sys.exit(1)
-"""
-        + SLEEP,
-        "--restarts",
-        "1",
-    )
+    first_fails = 'if os.environ["RANKWIRE_RESTART_COUNT"] == "0": sys.exit(1)'
+    launched = start(first_fails + SLEEP, "--restarts", "1")
     launched.process.kill()
     launched.wait_until_all_gone(10)
 
@@ -826,7 +773,7 @@ STATUS = re.compile(rb"\r\x1b\[K(?:(?:\x1b\[[0-9;]*m)*rankwire: [^\r\n]*)?")
 
 @pytest.mark.parametrize("has_color", [True, False])
 def test_color_on_a_terminal(script, has_color):
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script("print('x')")]
+    command = [*COMMAND, "-n", "2", script("print('x')")]
     seen = STATUS.sub(b"", on_a_terminal(command, **({} if has_color else {"NO_COLOR": "1"})))
     assert (b"\x1b[" in seen) == has_color
     assert sorted(re.sub(rb"\x1b\[[0-9;]*m", b"", seen).split(b"\r\n")) == [
@@ -846,7 +793,7 @@ with rankwire.connect() as backend:
         time.sleep(0.04)
     backend.barrier()
 """
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    command = [*COMMAND, "-n", "2", script(body)]
     seen = on_a_terminal(command, NO_COLOR="1")
     statuses = [text for text in STATUS.findall(seen) if b"rankwire" in text]
     assert any(b"2 running, 2 up" in text for text in statuses), seen[-500:]
@@ -874,7 +821,7 @@ with rankwire.connect(suspect_after=0.3, fail_after=20) as backend:
         os.kill(pids[1], signal.SIGCONT)
     backend.barrier()
 """
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "2", script(body)]
+    command = [*COMMAND, "-n", "2", script(body)]
     assert b"2 running, 2 up, 1 suspected" in on_a_terminal(command, NO_COLOR="1")
 
 
