@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -243,19 +244,15 @@ def certificates(
 def _interpreter_arguments(program: str, is_module: bool) -> list[str]:
     if is_module:
         return ["-m", program]
-    if not Path(program).is_file():
-        raise ConfigurationError(f"no script {program!r}{_module_hint(program)}")
-    return ["--", program]  # its name may begin with a dash
+    if Path(program).is_file():
+        return ["--", program]  # its name may begin with a dash
+    hint = ""
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(program) is not None:
+            hint = f"; to run the module, write -m {program}"
+    raise ConfigurationError(f"no script {program!r}{hint}")
 
 
 def _named_by(variable: str, given: Path | None, nodes: int) -> Path | None:
     named = os.environ.get(variable) if nodes > 1 and given is None else None
     return Path(named) if named else given
-
-
-def _module_hint(name: str) -> str:
-    try:
-        is_module = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        is_module = False
-    return f"; to run the module, write -m {name}" if is_module else ""

@@ -9,9 +9,8 @@ from rankwire.launch.run_options import OnFailure
 def test_each_rank_has_its_own_limit_and_ever_longer_pauses():
     restarts = Restarts(3)
     assert [restarts.plan(1, 0.0) for _ in range(4)] == [0.25, 0.5, 1.0, None]
-    assert restarts.count(1) == 3
+    assert restarts.counts == {1: 3}
     assert restarts.plan(2, 0.0) == FIRST_PAUSE
-    assert restarts.count(0) == 0
 
 
 def test_a_pause_is_never_longer_than_the_longest():
@@ -29,17 +28,17 @@ def test_ranks_are_due_at_their_time_and_once():
     assert restarts.next_at == 10.25
     assert restarts.take_due(10.2) == []
     assert restarts.take_due(10.25) == [1]
-    assert restarts.are_pending
+    assert restarts.due
     assert restarts.take_due(99.0) == [2]
-    assert not restarts.are_pending
+    assert not restarts.due
     assert restarts.take_due(99.0) == []
 
 
 def test_no_rank_is_started_after_the_job_was_asked_to_end():
     restarts = Restarts(3)
     restarts.plan(1, 0.0)
-    restarts.cancel()
-    assert not restarts.are_pending
+    restarts.due.clear()
+    assert not restarts.due
     assert restarts.take_due(99.0) == []
 
 

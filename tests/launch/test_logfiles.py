@@ -13,7 +13,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 
 def write(path, data=b"output\n", rank=0):
-    folder = LogFolder(path)
+    folder = LogFolder(path, pytest.fail)
     try:
         folder.open(rank).write(data)
     finally:
@@ -64,7 +64,7 @@ def test_a_log_that_others_can_read_is_replaced_by_a_private_one(tmp_path):
 
 
 def test_the_log_of_a_restarted_rank_is_continued(tmp_path):
-    folder = LogFolder(tmp_path)
+    folder = LogFolder(tmp_path, pytest.fail)
     folder.open(3).write(b"one\n")
     folder.open(3).write(b"two\n")
     folder.close()
@@ -73,7 +73,7 @@ def test_the_log_of_a_restarted_rank_is_continued(tmp_path):
 
 
 def test_children_do_not_inherit_logs(tmp_path):
-    folder = LogFolder(tmp_path)
+    folder = LogFolder(tmp_path, pytest.fail)
     assert not os.get_inheritable(folder.open(0).fileno())
     folder.close()
 

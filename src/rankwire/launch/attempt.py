@@ -1,7 +1,5 @@
 """Decide what to do when a rank of a job fails, and which rank to blame.
 
-The job reports events to an ``Attempt`` and asks it for conclusions; it prints and stops nothing.
-
 Processes do not end in the order in which they failed: a rank that raises leaves the world at once,
 and its peers may exit before it does. So the ranks' reports to the coordinator decide which rank
 failed by itself; without a report, its traceback does. A rank that timed out is not to blame: the
@@ -33,8 +31,8 @@ _FELL_BECAUSE = re.compile(r"failed because of rank \d+: ")
 _TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
 # The last lines to show without a traceback.
 _PLAIN_LINES = 10
-# Seconds to wait after the first failure for others: the rank to blame may be among them.
-# Longer than an interpreter takes to exit after a raise.
+# Seconds to wait after the first failure for others, one of which may be to blame: longer than an
+# interpreter takes to exit after a raise.
 _SETTLE = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a restart
 
@@ -143,42 +141,29 @@ class Restarts:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._counts: Counter[int] = Counter()
-        self._due: dict[int, float] = {}
+        self.counts: Counter[int] = Counter()  # of restarts that a rank had or is about to have
+        self.due: dict[int, float] = {}  # when each rank is restarted
 
     def plan(self, rank: int, now: float) -> float | None:
         """Schedule a restart of a failed rank; return the delay, None if out of restarts."""
-        if self._counts[rank] >= self.limit:
+        if self.counts[rank] >= self.limit:
             return None
-        pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** self._counts[rank])
-        self._counts[rank] += 1
-        self._due[rank] = now + pause
+        pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** self.counts[rank])
+        self.counts[rank] += 1
+        self.due[rank] = now + pause
         return pause
-
-    def count(self, rank: int) -> int:
-        """Return how many restarts a rank had or is about to have: its incarnation."""
-        return self._counts[rank]
-
-    @property
-    def are_pending(self) -> bool:
-        """Whether restarts are scheduled."""
-        return bool(self._due)
 
     @property
     def next_at(self) -> float:
         """The time of the next restart."""
-        return min(self._due.values(), default=math.inf)
+        return min(self.due.values(), default=math.inf)
 
     def take_due(self, now: float) -> list[int]:
         """Return the ranks to restart now, and remove them from the schedule."""
-        due = [rank for rank, at in self._due.items() if at <= now]
+        due = [rank for rank, at in self.due.items() if at <= now]
         for rank in due:
-            del self._due[rank]
+            del self.due[rank]
         return due
-
-    def cancel(self) -> None:
-        """Cancel all scheduled restarts."""
-        self._due.clear()
 
 
 class Attempt:

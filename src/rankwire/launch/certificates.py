@@ -32,19 +32,11 @@ _TOLERANCE = datetime.timedelta(hours=1)
 def make_certificates(
     folder: str | os.PathLike[str], world_size: int, *, days: float = 30.0
 ) -> list[Tls]:
-    """Make a certificate for each rank of a job and one for its launchers.
+    """Make a certificate for each rank of a job and one for its launchers, valid for ``days``.
 
-    Args:
-        folder: Created with mode 0700; must not exist.
-        world_size: The number of ranks.
-        days: How long the certificates are valid; longer than the job runs.
-
-    Returns:
-        The files of each rank, in rank order. Rank r's certificate has the name ``rank-r``, so it
-        is valid for that rank alone. The launchers' certificate has the name ``launcher``.
-
-    Raises:
-        ConfigurationError: An argument is invalid, or the folder exists.
+    Rank r's certificate has the name ``rank-r``, so it is valid for that rank alone. Return the
+    files of each rank, in rank order. The folder gets mode 0700. Raise ConfigurationError if it
+    exists or an argument is invalid.
     """
     if world_size < 1 or not days > 0:
         raise ConfigurationError("certificates need at least one rank and more than 0 days")

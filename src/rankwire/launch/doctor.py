@@ -1,9 +1,8 @@
 """``rankwire doctor``: which ranks of a world reach each other, how fast, and what to change.
 
-Every rank of the world runs this module: ``rankwire doctor -n 4`` starts one here, and any launcher
-starts one anywhere (``mpiexec -n 8 python -m rankwire.launch.doctor``). Rank 0 has one pair after
-the other measure, so that measurements do not disturb each other, and prints the ``diagnosis``.
-There is no barrier, because ranks may not reach each other.
+Every rank of the world runs this module, started by any launcher. Rank 0 has one pair after the
+other measure, so that measurements do not disturb each other, and prints the ``diagnosis``. There
+is no barrier, because ranks may not reach each other.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -37,14 +36,11 @@ DEFAULT_NBYTES = 64 << 20
 _ROUND_TRIPS = 300
 _WARM_UP = 30
 _REPEATS = 3
-# Seconds after which the ranks of a pair count as unreachable.
-_PAIR_LIMIT = 30.0
-# Bytes a second; large messages on a slower link time out.
-_SLOWEST = 10e6
+_PAIR_LIMIT = 30.0  # seconds after which the ranks of a pair count as unreachable
+_SLOWEST = 10e6  # bytes a second; large messages on a slower link time out
 _T = TypeVar("_T")
 _ORDER, _RESULT, _PING, _BULK = 1, 2, 3, 4
-# Ranks; a matrix for more is wider than a screen.
-_WIDEST = 12
+_WIDEST = 12  # ranks; a matrix for more is wider than a screen
 
 
 class _Order(msgspec.Struct):
@@ -75,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]:
     facts, cells = [_facts(backend)], []
-    say = _progress()
+    said_at = REAL_TIME.now()
     unreached: set[int] = set()
     for one, other in combinations(range(backend.world_size), 2):
         if unreached & {one, other}:
@@ -92,7 +88,9 @@ def _examine(backend: TcpBackend, nbytes: int) -> tuple[list[Facts], list[Cell]]
         except RankwireError as error:
             cells.append(Cell(one, other, why_not=error.message))
             unreached |= {other} if one == 0 else set()
-        say(f"measured ranks {one} and {other}")
+        if REAL_TIME.now() - said_at >= 1.0:
+            said_at = REAL_TIME.now()
+            sys.stderr.write(f"doctor: measured ranks {one} and {other}\n")
     for rank in {*range(1, backend.world_size)} - unreached:
         with suppress(RankwireError):  # it was measured; a later failure does not matter
             _give_order(backend, rank, _Order(None))
@@ -206,25 +204,13 @@ def _read(path: str) -> str:
         return ""
 
 
-def _progress() -> Callable[[str], None]:
-    last = REAL_TIME.now()
-
-    def say(text: str) -> None:
-        nonlocal last
-        if REAL_TIME.now() - last >= 1.0:
-            last = REAL_TIME.now()
-            sys.stderr.write(f"doctor: {text}\n")
-
-    return say
-
-
 def _show(report: Report) -> None:
     console = Console(soft_wrap=True, highlight=False)
     if len(report.facts) <= _WIDEST:
         console.print(_matrix(report))
     else:
-        for line in _by_kind(report.cells):
-            console.print(line)
+        for kind in sorted({cell.kind for cell in report.cells}):
+            console.print(_medians([cell for cell in report.cells if cell.kind == kind]))
     console.print("from row to column: by what, median round trip of 8 bytes, bandwidth")
     for advice in report.advice:
         style, word = ("bold red", "bad") if advice.is_bad else ("yellow", "could be better")
@@ -250,13 +236,11 @@ def _matrix(report: Report) -> Table:
     return table
 
 
-def _by_kind(cells: Sequence[Cell]) -> Iterator[str]:
-    for kind in sorted({cell.kind for cell in cells}):
-        alike = [cell for cell in cells if cell.kind == kind]
-        latency = median(cell.latency for cell in alike)
-        bandwidth = median(cell.bandwidth for cell in alike)
-        middle = Cell(0, 0, alike[0].transport, alike[0].single_copy, "", latency, bandwidth)
-        yield f"{len(alike)} links: {_describe(middle)} (medians)"
+def _medians(alike: Sequence[Cell]) -> str:
+    latency = median(cell.latency for cell in alike)
+    bandwidth = median(cell.bandwidth for cell in alike)
+    middle = Cell(0, 0, alike[0].transport, alike[0].single_copy, "", latency, bandwidth)
+    return f"{len(alike)} links: {_describe(middle)} (medians)"
 
 
 def _describe(cell: Cell, separator: str = " ") -> str:

@@ -9,6 +9,7 @@ Locks: that of ``Printer`` and that of each ``Rank``, held briefly. Nothing is c
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -136,18 +137,19 @@ class Printer:
         with self._changed:
             self._changed.notify_all()
 
-    def print_until(self, is_over: Callable[[], bool], seconds: float | None = None) -> bool:
+    def print_until(self, is_over: Callable[[], bool], seconds: float = math.inf) -> bool:
         """Print until ``is_over()`` or until the time has passed; return ``is_over()``."""
-        end = None if seconds is None else REAL_TIME.now() + seconds
+        deadline = Deadline(seconds, REAL_TIME)
         with self._changed:
             self._waiting += 1
         try:
-            while not is_over():
-                left = None if end is None else end - REAL_TIME.now()
-                if left is not None and left <= 0.0:
-                    break
+            while not is_over() and not deadline.expired:
                 with self._changed:
-                    REAL_TIME.wait_for(self._changed, lambda: bool(self._texts) or is_over(), left)
+                    REAL_TIME.wait_for(
+                        self._changed,
+                        lambda: bool(self._texts) or is_over(),
+                        deadline.sleep_limit(),
+                    )
                 self._print()
         finally:
             with self._changed:
@@ -255,17 +257,14 @@ class FunctionRun:
         """Wait ``limit`` seconds for all ranks; return the outcomes in order of arrival.
 
         With ``together``, interrupt the other ranks soon after one has failed. They may be
-        waiting for it, and it has not left the world, so nothing else wakes them.
-
-        Raises:
-            RanksStuckError: Ranks did not finish in time; they are interrupted.
-            KeyboardInterrupt: The ranks were interrupted too.
+        waiting for it, and it has not left the world, so nothing else wakes them. Raise
+        RanksStuckError if ranks do not finish in time. They are interrupted then, and by Ctrl-C.
         """
         deadline = Deadline(limit, REAL_TIME)
         try:
             while not self._is_over():
                 self._printer.print_until(
-                    lambda: self._is_over() or (together and self._has_failed()),
+                    lambda: self._is_over() or (together and culprit_of(self.ended) is not None),
                     deadline.sleep_limit(),
                 )
                 if deadline.expired and not self._is_over():
@@ -282,9 +281,6 @@ class FunctionRun:
 
     def _is_over(self) -> bool:
         return len(self.ended) == self._begun
-
-    def _has_failed(self) -> bool:
-        return culprit_of(self.ended) is not None
 
     def _stop(self) -> None:
         try:

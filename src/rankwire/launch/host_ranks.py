@@ -2,11 +2,10 @@
 
 States; each leads only downwards until the next ``start``::
 
-    IDLE       nothing was started
     RUNNING    ranks run                                                  -> STOPPING, CLEARING
     STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
     CLEARING   all have ended; what they left running is ended            -> OVER
-    OVER       nothing runs
+    OVER       nothing runs, as before the first ``start``
 
 In RUNNING, a rank that has ended may be restarted alone. If that is allowed, CLEARING begins only
 after the order ``Release``. The owner calls ``look`` after each turn of its loop.
@@ -130,7 +129,6 @@ def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
 
 
 class _Phase(Enum):
-    IDLE = auto()
     RUNNING = auto()
     STOPPING = auto()
     CLEARING = auto()
@@ -155,8 +153,8 @@ class HostRanks:
         self._world: Start | None = None
         self._stays = False  # a rank that has ended may be restarted alone
         self._memory = OomCounter()
-        self._children: list[LaunchedRank] = []
-        self._phase = _Phase.IDLE
+        self._children: dict[int, LaunchedRank] = {}  # by rank
+        self._phase = _Phase.OVER
         self._due = math.inf  # when to kill what is left, in STOPPING and CLEARING
 
     def start(self, world: Start) -> None:
@@ -166,29 +164,30 @@ class HostRanks:
             for rank in ranks:
                 files_of(self._options.tls_dir, rank)
         self.close()
-        self._children = []
+        self._children = {}
         self.stopped, self.killed = [], []
         self.ranks = ranks
         self._due = math.inf
         self._phase = _Phase.RUNNING
         self._world, self._stays = world, world.stays
         for rank in self.ranks:
-            self._start(rank, world)
+            self._start(rank)
 
-    def _start(self, rank: int, world: Start, incarnation: int = 0) -> None:
+    def _start(self, rank: int, incarnation: int = 0) -> None:
+        assert self._world is not None
         logs = self._loop.output.logs
         try:
             with self._subreaper.reaper.new_leash() as leash:
                 child = LaunchedRank(
                     rank,
-                    world,
+                    self._world,
                     self._options,
                     incarnation=incarnation,
                     secret=self._secret,
                     leash=leash,
                     log_file=None if logs is None else logs.path_of(rank),
                 )
-                self._children.append(child)
+                self._children[rank] = child
                 self._subreaper.reaper.watch(child.pid, leash)
         except OSError as error:
             hint = "; raise the limit `ulimit -n`" if error.errno == errno.EMFILE else ""
@@ -207,9 +206,8 @@ class HostRanks:
             case Restart(rank, incarnation) if self._phase is _Phase.RUNNING:
                 self._restart(rank, incarnation)
             case End(rank) if self._phase is _Phase.RUNNING:
-                for child in self._children:
-                    if child.rank == rank and child.ending is None:
-                        child.send_group(signal.SIGKILL)
+                if rank in self.alive:
+                    self._children[rank].send_group(signal.SIGKILL)
             case Release():
                 self._stays = False  # this is over when all ranks have ended
             case Stop(number):
@@ -219,24 +217,23 @@ class HostRanks:
 
     def _restart(self, rank: int, incarnation: int) -> None:
         """Restart a rank that has ended, and kill what is left of its process group."""
-        assert self._world is not None
-        (old,) = (child for child in self._children if child.rank == rank)
+        old = self._children[rank]
         self._loop.output.detach(rank)
         old.send_group(signal.SIGKILL)
         old.reap()
         self._subreaper.reaper.forget(old.pid)
-        self._children.remove(old)
-        self._start(rank, self._world, incarnation)
+        del self._children[rank]
+        self._start(rank, incarnation)
 
     @property
     def alive(self) -> list[int]:
         """The ranks that have not ended."""
-        return [child.rank for child in self._children if child.ending is None]
+        return [rank for rank, child in self._children.items() if child.ending is None]
 
     @property
     def is_over(self) -> bool:
         """Whether nothing runs."""
-        return self._phase in (_Phase.IDLE, _Phase.OVER)
+        return self._phase is _Phase.OVER
 
     @property
     def wake_in(self) -> float:
@@ -247,10 +244,9 @@ class HostRanks:
 
     def ending_of(self, rank: int) -> str:
         """Return how the process of a rank ended; empty if that is not known. Thread-safe."""
-        for child in list(self._children):
-            if child.rank == rank and (ending := child.coming_end()) is not None:
-                return f"its process ended: {ending}"
-        return ""
+        child = self._children.get(rank)
+        ending = None if child is None else child.coming_end()
+        return "" if ending is None else f"its process ended: {ending}"
 
     def errors_of(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote to stderr."""
@@ -279,7 +275,7 @@ class HostRanks:
         self._due = REAL_TIME.now() + self._options.grace
         if number == signal.SIGINT:
             self._loop.output.fold_interrupts()
-        for child in self._children:
+        for child in self._children.values():
             if child.ending is None:
                 self.stopped.append(child.rank)
                 child.send(number)
@@ -293,7 +289,7 @@ class HostRanks:
             self._loop.output.say(
                 f"killed already, but blocked in the kernel: {name_ranks(blocked)}", "bold yellow"
             )
-        for child in self._children:
+        for child in self._children.values():
             if child.ending is None:
                 if child.rank not in self.killed:
                     self.stopped.remove(child.rank)
@@ -302,15 +298,15 @@ class HostRanks:
 
     def close(self) -> None:
         """Kill the ranks that are left. Idempotent."""
-        for child in self._children:
+        for child in self._children.values():
             child.close()
 
     @property
     def _groups(self) -> set[int]:
-        return {child.pid for child in self._children}
+        return {child.pid for child in self._children.values()}
 
     def _check_children(self) -> None:
-        for child in self._children:
+        for child in self._children.values():
             ending = child.check()
             if ending is None:
                 continue
@@ -323,13 +319,13 @@ class HostRanks:
         self._phase = _Phase.CLEARING
         self._due = -math.inf if self.killed else REAL_TIME.now() + self._options.grace
         number = signal.SIGKILL if self.killed else signal.SIGTERM
-        for child in self._children:
+        for child in self._children.values():
             child.send_group(number)
             child.reap()
         self._subreaper.send(number, self._groups)
 
     def _clear(self) -> None:
-        left = [child for child in self._children if child.has_group()]
+        left = [child for child in self._children.values() if child.has_group()]
         if (left or self._subreaper.find(self._groups)) and REAL_TIME.now() < self._due:
             return
         for child in left:
@@ -337,7 +333,7 @@ class HostRanks:
         for _ in range(_KILLING_ROUNDS):
             if not self._subreaper.send(signal.SIGKILL, self._groups):
                 break
-        for child in self._children:
+        for child in self._children.values():
             self._subreaper.reaper.forget(child.pid)
         self._loop.output.detach()
         sweep_socket_files()  # killed ranks could not remove their own

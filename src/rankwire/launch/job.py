@@ -3,11 +3,11 @@
 The ranks of each host are a *part*: local ones, or remote ones through the host's launcher. Rules:
 
 - ``--on-failure stop``: the first failure ends the attempt on all hosts with SIGTERM, and SIGKILL
-  after the grace. The rank to blame gets the grace to exit first, so that its exit code becomes the
-  job's. If restarts are left, all ranks start again.
+  after the grace. The rank to blame gets the grace to exit by itself, because its exit code becomes
+  the job's. If restarts are left, all ranks start again.
 - ``continue``: the other ranks continue, and the job ends when all have ended.
-- ``restart``: the others continue, and the failed rank alone restarts after a pause. When it is out
-  of restarts, its failure ends the job. A rank that was declared lost is killed first.
+- ``restart``: the others continue, and the failed rank alone restarts after a pause; it is killed
+  first if it was declared lost. When it is out of restarts, its failure ends the job.
 - The loss of a launcher ends the job.
 - A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
   one to another, kills on all hosts.
@@ -143,8 +143,6 @@ class LaunchedJob:
             part.close()
         self._closing.close()
 
-    # -- hosts -------------------------------------------------------------------------------------
-
     def _gather(self) -> None:
         deadline, address = Deadline(GATHER_LIMIT, REAL_TIME), self._options.hosts.master
         while missing := self._parts.missing_nodes():
@@ -188,8 +186,6 @@ class LaunchedJob:
             self._loop.output.say(f"{trouble}; stopping all ranks", "bold red")
         self._stop(signal.SIGTERM)
 
-    # -- one attempt -------------------------------------------------------------------------------
-
     def _start(self, attempt: int) -> None:
         size = sum(part.count for part in self._parts)
         job = f"{self._name}.{attempt}"
@@ -222,7 +218,7 @@ class LaunchedJob:
     def _restart_due(self) -> None:
         """Restart the ranks that are due; once none is left, let all parts end."""
         for rank in self._restarts.take_due(REAL_TIME.now()):
-            incarnation = self._restarts.count(rank)
+            incarnation = self._restarts.counts[rank]
             self._attempt.rank_restarts(rank)
             # First, so that the coordinator does not take the old process for the new one.
             self._host.expect_again(rank, incarnation)
@@ -230,7 +226,7 @@ class LaunchedJob:
                 self._parts.part_of(rank).obey(Restart(rank, incarnation))
             except ConfigurationError as error:
                 self._give_up(error.message)
-        if self._restarts.limit and not self._restarts.are_pending and not self._parts.alive:
+        if self._restarts.limit and not self._restarts.due and not self._parts.alive:
             self._parts.obey(Release())
 
     def _stop_due(self) -> float:
@@ -238,7 +234,7 @@ class LaunchedJob:
 
     def _stop(self, number: int) -> None:
         self._attempt.stop()
-        self._restarts.cancel()
+        self._restarts.due.clear()
         self._parts.obey(Stop(number))
 
     def _obey(self, number: int, node: int = 0) -> None:
@@ -258,8 +254,6 @@ class LaunchedJob:
             )
             self._stop(number)
 
-    # -- events ------------------------------------------------------------------------------------
-
     def _rank_ended(self, rank: int, ending: Ending, by_itself: bool) -> None:
         self._attempt.ended[rank] = ending, by_itself
         goes_on = self._options.failures.on_failure is OnFailure.CONTINUE
@@ -267,7 +261,7 @@ class LaunchedJob:
             if goes_on:
                 self._reporter.announce_failure(rank, ending, "the others go on")
             elif (pause := self._restarts.plan(rank, REAL_TIME.now())) is not None:
-                count = f"restart {self._restarts.count(rank)} of {self._restarts.limit}"
+                count = f"restart {self._restarts.counts[rank]} of {self._restarts.limit}"
                 again = f"it starts again in {pause:g} s, {count}"
                 self._reporter.announce_failure(rank, ending, again)
             else:

@@ -1,8 +1,7 @@
 """Start a world from a notebook, script or prompt, and run functions on it: ``rankwire.local``.
 
-Ranks are processes, or threads of a simulated world. A simulated rank that is killed has ended at
-that moment. Its thread gets an error from its next operation or keeps computing, and no thread
-waits for it. A thread cannot be interrupted.
+Ranks are processes, or threads of a simulated world, which cannot be interrupted. A simulated rank
+that is killed has ended at that moment: no thread waits for its own, which may go on computing.
 """
 
 from __future__ import annotations
@@ -201,20 +200,6 @@ class LocalWorld(PublicDir):
         run = FunctionRun(ranks, self._printer, function, args)
         return values_of(run.finish(limit, together=True))
 
-    def _start(self, rank: int, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
-        self._check_open()
-        result: Future[T] = Future()
-        result.set_running_or_notify_cancel()  # the rank has started it: it cannot be cancelled
-
-        def settle(ended: Future[RankOutcome[T]]) -> None:
-            try:
-                result.set_result(ended.result().result())
-            except RankFailedError as failure:
-                result.set_exception(failure)
-
-        self._ranks[rank].start(function, args).add_done_callback(settle)
-        return result
-
     def _check_open(self) -> None:
         if self._closed:
             raise ChannelClosedError("this world is closed; start a new one with rankwire.local()")
@@ -271,7 +256,18 @@ class LocalRank:
 
         The future raises ``RankFailedError`` if the function does not return.
         """
-        return self._world._start(self.rank, function, args)
+        self._world._check_open()
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()  # the rank has started it: it cannot be cancelled
+
+        def settle(ended: Future[RankOutcome[T]]) -> None:
+            try:
+                result.set_result(ended.result().result())
+            except RankFailedError as failure:
+                result.set_exception(failure)
+
+        self._world._ranks[self.rank].start(function, args).add_done_callback(settle)
+        return result
 
     def __repr__(self) -> str:
         return f"<LocalRank {self.rank} of {self._world!r}>"

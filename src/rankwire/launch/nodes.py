@@ -44,10 +44,8 @@ from rankwire.rendezvous.launchers import (
 )
 from rankwire.transports.security import Policy
 
-# Seconds that the launchers of a job wait for each other.
-GATHER_LIMIT = 300.0
-# Seconds that a stopped launcher gives the readers of its output.
-LAST_WORDS = 1.0
+GATHER_LIMIT = 300.0  # seconds that the launchers of a job wait for each other
+LAST_WORDS = 1.0  # seconds that a stopped launcher gives the readers of its output
 _PAUSE = 0.25
 _LOST_EXIT_CODE = 1
 

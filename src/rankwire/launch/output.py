@@ -1,7 +1,5 @@
 """Show the ranks' output on the launcher's stdout and stderr: whole lines, each with its rank.
 
-``Loop`` waits for output, signals, connections and threads with one selector.
-
 Nothing here blocks: the launcher must answer Ctrl-C while ``less`` at the other end of its stdout
 does not read. When too much output is queued, the ranks that write to it are no longer read, so
 they wait as they would with that output as their own. Lines that were not written are reported.
@@ -17,6 +15,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -26,8 +25,8 @@ from rich.text import Text
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
-from rankwire.launch.lines import InterruptFilter, PrintedErrors, RepeatFilter
-from rankwire.launch.output_streams import HeldErrors, Log, LogFolder, OutputQueue, RankOutput
+from rankwire.launch.lines import InterruptFilter, PrintedErrors, RepeatFilter, StreamLines
+from rankwire.launch.output_streams import HeldErrors, LogFolder, OutputQueue, RankOutput
 from rankwire.texts import name_ranks
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,16 +34,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO = 0.5
 # Seconds that a reader of our output gets for the last lines, even if the user is impatient.
 _LEAST_PATIENCE = 0.2
-# Check the processes at least this often, without any event.
-_MAX_SLEEP = 1.0
+_MAX_SLEEP = 1.0  # seconds between two checks of the processes
 # Queued bytes at which the ranks of an output are no longer read, and at which they are again.
 _QUEUE_HIGH_NBYTES = 1024 * 1024
 _QUEUE_LOW_NBYTES = 256 * 1024
-# Seconds for the launcher's last line, if the reader took nothing before.
-_LAST_WORD = 0.2
-# Seconds; a line each second would fill a log.
-REMIND_AFTER = 5.0
-REMIND_EVERY = 30.0
+_LAST_WORD = 0.2  # seconds for the launcher's last line, if the reader took nothing before
+REMIND_AFTER, REMIND_EVERY = 5.0, 30.0  # seconds; a line each second would fill a log
 # Seconds between two updates: each of 64 ranks may redraw its bar ten times a second.
 _PROGRESS_EVERY = 0.1
 # Without red, which is for errors.
@@ -70,7 +65,7 @@ class Output:
         self._selector = selector
         self._has_prefix = has_prefix
         self._has_status = has_status
-        self.logs = LogFolder(log_dir) if log_dir is not None else None
+        self.logs = LogFolder(log_dir, self.say) if log_dir is not None else None
         self._stdout = OutputQueue(sys.stdout, 1)
         self._stderr = OutputQueue(sys.stderr, 2)
         if self._stderr.is_terminal and os.path.sameopenfile(1, 2):
@@ -88,21 +83,22 @@ class Output:
         """Read both pipes of a rank from now on, and close them at their end."""
         log = None
         if self.logs is not None:
-            named = f"the log of rank {rank}, {self.logs.path_of(rank)},"
-            log = Log(self.logs.open(rank), named, self.say)
+            self.logs.open(rank)
+            log = partial(self.logs.write, rank)
+        if self._printed is not None and rank in self._errors:
+            self._printed.clear()
         for pipe, queue in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
                 name = Text(f"[rank {rank}]", _COLORS[rank % len(_COLORS)])
                 prefix = queue.render(name) + b" "
-            redraws = self._has_status and queue.is_terminal
-            stream = RankOutput(rank, pipe, queue, prefix, log, redraws=redraws)
+            repeats = None
+            if self._printed is not None and pipe is stderr:
+                repeats = RepeatFilter(rank, self._printed)
+            lines = StreamLines(redraws=self._has_status and queue.is_terminal)
+            stream = RankOutput(rank, pipe, queue, prefix, log, lines, repeats)
             self._streams.append(stream)
             self._watch(stream)
-        if self._printed is not None:
-            if rank in self._errors:
-                self._printed.clear()
-            stream.repeats = RepeatFilter(rank, self._printed)
         self._errors[rank] = stream
 
     def fold_interrupts(self) -> None:
@@ -254,21 +250,16 @@ class Output:
                 self._watch(stream)
 
 
+@dataclass(eq=False)
 class Loop:
-    """Wait for events and call the handlers in the selector's data. For one thread."""
+    """Wait for output, signals, connections and threads with one selector. For one thread."""
 
-    def __init__(
-        self,
-        selector: runtime.BaseSelector,
-        take_signals: Callable[[], list[int]],
-        output: Output,
-    ) -> None:
-        self.selector = selector
-        self.output = output
-        self.on_turn: Callable[[], None] = lambda: None
-        self._take_signals = take_signals
-        self._received_at = -math.inf
-        self._has_told_trouble = False
+    selector: runtime.BaseSelector
+    take_signals: Callable[[], list[int]]
+    output: Output
+    on_turn: Callable[[], None] = lambda: None
+    _received_at: float = -math.inf
+    _has_told_trouble: bool = False
 
     def turn(self, timeout: float) -> list[int]:
         """Wait for events, at most ``timeout`` seconds; return signals that ask to end."""
@@ -277,7 +268,7 @@ class Loop:
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
         asked = []
-        for number in self._take_signals():
+        for number in self.take_signals():
             if number in STOPPING and REAL_TIME.now() - self._received_at >= _ECHO:
                 self._received_at = REAL_TIME.now()
                 asked.append(number)

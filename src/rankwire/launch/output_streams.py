@@ -17,6 +17,7 @@ import stat
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
@@ -28,16 +29,13 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError
 from rankwire.launch.lines import InterruptFilter, RepeatFilter, StreamLines
 
-# The default capacity of a Linux pipe, so one read empties it.
-_READ_NBYTES = 64 * 1024
-# Enough for the traceback of a deep call.
-_TAIL_LINES = 60
+_READ_NBYTES = 64 * 1024  # the default capacity of a Linux pipe, so one read empties it
+_TAIL_LINES = 60  # enough for the traceback of a deep call
 _TAIL_LINE_CHARACTERS = 500
 # Seconds to hold back an error that another rank has printed too: most processes end within this
 # after their last error.
 _HOLD = 2.0
-# Lines that a user sees without scrolling.
-_SCREEN_LINES = 40
+_SCREEN_LINES = 40  # that a user sees without scrolling
 # POSIX: a pipe that poll() calls writable takes this much without blocking.
 _WRITE_NBYTES = runtime.PIPE_BUF
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -181,51 +179,25 @@ class OutputQueue:
         self._owners.append((rank, before + len(data)))
 
 
-class Log:
-    """Log both streams of a rank. A full disk ends the log, not the job."""
-
-    def __init__(self, file: BinaryIO, named: str, on_end: Callable[[str], None]) -> None:
-        self._file: BinaryIO | None = file
-        self._named = named
-        self._on_end = on_end
-
-    def write(self, data: bytes) -> None:
-        """Write all of ``data``; if that fails, end the log."""
-        rest = memoryview(data)
-        try:
-            while rest and self._file is not None:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._file = None
-            self._on_end(f"{self._named} ends here: {error.strerror}")
-
-
+@dataclass(eq=False)
 class RankOutput:
     """Read one pipe of a rank, log it, and queue its lines."""
 
-    def __init__(
-        self,
-        rank: int,
-        pipe: IO[bytes],
-        queue: OutputQueue,
-        prefix: bytes,
-        log: Log | None,
-        *,
-        redraws: bool,
-    ) -> None:
-        os.set_blocking(pipe.fileno(), False)
-        self.rank = rank
-        self.pipe = pipe
-        self.queue = queue
-        self._lines = StreamLines(redraws=redraws)
-        self._rows: list[bytes] = []  # that the queue shows now
-        self.is_paused = False
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._prefix = prefix
-        self._log = log
-        self.last_line = 0
-        self.fold: InterruptFilter | None = None
-        self.repeats: RepeatFilter | None = None
+    rank: int
+    pipe: IO[bytes]
+    queue: OutputQueue
+    prefix: bytes
+    log: Callable[[bytes], None] | None
+    lines: StreamLines
+    repeats: RepeatFilter | None
+    fold: InterruptFilter | None = None
+    is_paused: bool = False
+    last_line: int = 0
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    _rows: list[bytes] = field(default_factory=list)  # that the queue shows now
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.pipe.fileno(), False)
 
     def read(self) -> int | None:
         """Read the pipe; return the number of bytes, 0 at its end, None if it is empty now."""
@@ -233,38 +205,27 @@ class RankOutput:
             data = os.read(self.pipe.fileno(), _READ_NBYTES)
         except BlockingIOError:
             return None
-        if self._log is not None:
-            self._log.write(data)
-        self._put(self._lines.feed(data))
+        if self.log is not None:
+            self.log(data)
+        self._put(self.lines.feed(data))
         self.show_progress()
         return len(data)
 
     def show_progress(self) -> None:
         """Show the rank's progress rows, if they are due."""
-        self._write(_decoded(self._lines.due(REAL_TIME.now())))
-        if self._lines.rows != self._rows:
-            self._rows = self._lines.rows
-            rows = [self._prefix + row for row in self._rows]
+        self.write(_decoded(self.lines.due(REAL_TIME.now())))
+        if self.lines.rows != self._rows:
+            self._rows = self.lines.rows
+            rows = [self.prefix + row for row in self._rows]
             self.queue.set_progress(self.rank, self.pipe.fileno(), rows)
 
     def finish(self) -> None:
         """Queue an unfinished last line, and close the pipe."""
-        self._put(self._lines.feed(b""))
+        self._put(self.lines.feed(b""))
         self.show_progress()
         if self.fold is not None:
             self._show(self.fold.finish())
         self.pipe.close()
-
-    def settle(self, *, waits: bool = True) -> bool:
-        """Print an error that is held back and not a repeat; return whether none is left."""
-        if self.repeats is None:
-            return True
-        waits = waits and REAL_TIME.now() < self.repeats.held_until
-        if self.pipe.closed:
-            self._write(self.repeats.finish(waits=waits))
-        elif not waits:
-            self._write(self.repeats.release())
-        return not self.repeats.is_holding
 
     def _put(self, lines: list[bytes]) -> None:
         texts = _decoded(lines)
@@ -277,10 +238,11 @@ class RankOutput:
             texts = self.repeats.feed(texts)
             if self.repeats.is_holding and not was_holding:
                 self.repeats.held_until = REAL_TIME.now() + _HOLD
-        self._write(texts)
+        self.write(texts)
 
-    def _write(self, texts: list[str]) -> None:
-        self.queue.put(b"".join(self._prefix + text.encode() + b"\n" for text in texts), self.rank)
+    def write(self, texts: list[str]) -> None:
+        """Queue lines of the rank."""
+        self.queue.put(b"".join(self.prefix + text.encode() + b"\n" for text in texts), self.rank)
         if texts:
             self.last_line = self.queue.lines
 
@@ -300,14 +262,21 @@ class HeldErrors:
 
     def settle(self, stream: RankOutput, *, waits: bool = True) -> None:
         """Print what a stream holds back, or note the rank that printed the same error."""
-        if not stream.settle(waits=waits):
+        repeats = stream.repeats
+        if repeats is None:
+            return
+        waits = waits and REAL_TIME.now() < repeats.held_until
+        if stream.pipe.closed:
+            stream.write(repeats.finish(waits=waits))
+        elif not waits:
+            stream.write(repeats.release())
+        if repeats.is_holding:
             self.streams[stream] = None
             return
         self.streams.pop(stream, None)
-        other = None if stream.repeats is None else stream.repeats.same_as
-        if other is not None:
-            stream.last_line = self._errors[other].last_line
-            self._same.setdefault(other, []).append(stream.rank)
+        if repeats.same_as is not None:
+            stream.last_line = self._errors[repeats.same_as].last_line
+            self._same.setdefault(repeats.same_as, []).append(stream.rank)
 
     def take_same(self) -> dict[int, list[int]]:
         """Return, once, the ranks that ended with the error of another rank, by that rank."""
@@ -320,11 +289,16 @@ def _decoded(lines: list[bytes]) -> list[str]:
 
 
 class LogFolder:
-    """Create or open a folder of logs, or raise ConfigurationError. For one thread."""
+    """Create or open a folder of logs, or raise ConfigurationError. For one thread.
 
-    def __init__(self, path: Path) -> None:
+    A full disk ends a log, not the job.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path = path.absolute()
         self._files: dict[int, BinaryIO] = {}
+        self._ended: set[int] = set()
+        self._say = say
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_planted_links(path)
@@ -341,11 +315,25 @@ class LogFolder:
         if rank not in self._files:
             path = self.path_of(rank)
             try:
-                descriptor = self._create(path.name)
+                with suppress(FileNotFoundError):
+                    _check_own(os.stat(path.name, dir_fd=self._descriptor, follow_symlinks=False))
+                    # Not reused: another process may have it open for reading.
+                    os.unlink(path.name, dir_fd=self._descriptor)
+                descriptor = os.open(path.name, _FLAGS, 0o600, dir_fd=self._descriptor)
             except OSError as error:
                 raise ConfigurationError(f"the log {path}: {error.strerror}") from error
             self._files[rank] = os.fdopen(descriptor, "wb", buffering=0)
         return self._files[rank]
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Write all of ``data`` to the log of a rank; if that fails, say so and end the log."""
+        rest = memoryview(data)
+        try:
+            while rest and rank not in self._ended:
+                rest = rest[self._files[rank].write(rest) :]
+        except OSError as error:
+            self._ended.add(rank)
+            self._say(f"the log of rank {rank}, {self.path_of(rank)}, ends here: {error.strerror}")
 
     def close(self) -> None:
         """Close all logs. Idempotent."""
@@ -354,13 +342,6 @@ class LogFolder:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _create(self, name: str) -> int:
-        with suppress(FileNotFoundError):
-            _check_own(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
-            # Not reused: another process may have it open for reading.
-            os.unlink(name, dir_fd=self._descriptor)
-        return os.open(name, _FLAGS, 0o600, dir_fd=self._descriptor)
 
 
 def _check_own(status: os.stat_result) -> None:

@@ -1,11 +1,9 @@
 """Supervise processes, for ``rankwire run``, ``rankwire.local`` and the tests.
 
 A process leads its own session, so that Ctrl-C reaches only its starter and a signal to its process
-group reaches what it started. A debugged rank has the starter's terminal and stays in its session,
-in its own process group. The exit status is not collected before ``reap``: until then the kernel
-does not reuse the process id, so a signal cannot reach another process.
-
-Imports little, because ranks load it for ``pass_by``.
+group reaches what it started. A debugged rank has the starter's terminal and stays in its session.
+The exit status is not collected before ``reap``: until then the kernel does not reuse the process
+id, so a signal cannot reach another process. Ranks load this module too, for ``pass_by``.
 """
 
 from __future__ import annotations
@@ -84,10 +82,9 @@ def signal_name(number: int) -> str:
 
 
 class Process:
-    """Start a process and watch it until its end. For one thread.
+    """Start a process, which leads its group, and watch it until its end. For one thread.
 
     ``has_terminal`` gives it the starter's terminal; else its output goes to ``pipes``, unbuffered.
-    Its process id is also that of its process group.
     """
 
     def __init__(
@@ -145,9 +142,8 @@ class Process:
     def coming_end(self) -> Ending | None:
         """Return how it ended or is ending; None if it runs. Thread-safe.
 
-        Its connections close some milliseconds before ``waitid`` returns its status, but
-        /proc/PID/stat has the status by then. The kernel shows it to processes that may trace the
-        child, as its starter may; others read 0.
+        Its connections close some milliseconds before ``waitid`` returns its status. /proc/PID/stat
+        has it by then, for processes that may trace the child, as its starter may.
         """
         if self.ending is not None:
             return self.ending

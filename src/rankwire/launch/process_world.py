@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from rankwire import runtime
 from rankwire.backends.arguments import check_world
@@ -46,7 +46,7 @@ class ProcessWorld:
     def __init__(self, world_size: int, options: dict[str, Any]) -> None:
         check_world(0, world_size)
         self.printer = Printer()
-        self.ranks: list[RankProcess] = []
+        self.ranks: list[_RankProcess] = []
         self._is_over = runtime.Event()  # all processes have ended
         self._reader = runtime.Thread(target=self._read, name="rankwire-local", daemon=True)
         try:
@@ -54,13 +54,10 @@ class ProcessWorld:
                 port = listener.getsockname()[1]
                 for rank in range(world_size):
                     mine = listener if rank == 0 else None
-                    self.ranks.append(RankProcess(rank, mine, self.printer))
+                    self.ranks.append(_RankProcess(rank, mine, self.printer))
             self._reader.start()
-            options = {
-                "address": f"127.0.0.1:{port}",
-                "secret": runtime.token_bytes(32),
-                **options,
-            }
+            place = {"address": f"127.0.0.1:{port}", "secret": runtime.token_bytes(32)}
+            options = place | options
             joining = [rank.enter(world_size, options) for rank in self.ranks]
             self.printer.print_until(lambda: all(each.done() for each in joining))
             values_of([each.result() for each in joining])
@@ -94,7 +91,7 @@ class ProcessWorld:
         self.printer.wake()
 
 
-class RankProcess(Rank):
+class _RankProcess(Rank):
     """Run a rank in its own process. Thread-safe except ``read``."""
 
     def __init__(self, rank: int, listener: runtime.Socket | None, printer: Printer) -> None:
@@ -112,10 +109,10 @@ class RankProcess(Rank):
             ours.close()  # if a process was started, it ends because of this
             raise
         self._control = Connection(ours.detach())
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, tuple[StreamName, StreamLines]] = {}
         for name, pipe in zip(_STREAMS, self._process.pipes, strict=True):
             os.set_blocking(pipe.fileno(), False)
-            self._outputs[pipe.fileno()] = _Output(name, StreamLines())
+            self._outputs[pipe.fileno()] = name, StreamLines()
         self._process.open_descriptor()
         self._sender = runtime.Thread(
             target=self._send_orders, name=f"rankwire-local-{rank}", daemon=True
@@ -124,13 +121,9 @@ class RankProcess(Rank):
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
-    # -- orders ------------------------------------------------------------------------------------
-
     def enter(self, world_size: int, options: dict[str, Any]) -> Future[RankOutcome[Any]]:
-        """Have the process join the world."""
         return self._order("join", "join", pack((sys.path, world_size, options)))
 
     @override
@@ -173,7 +166,6 @@ class RankProcess(Rank):
         self._orders.put(("leave",))
 
     def kill(self) -> None:
-        """Kill the process and everything in its process group."""
         with self._lock:
             if self._ended is None:
                 self._process.send_group(signal.SIGKILL)
@@ -183,8 +175,6 @@ class RankProcess(Rank):
         with suppress(OSError):  # the process died; the reader thread handles that
             while (words := self._orders.get()) is not None:
                 self._control.send(words)
-
-    # -- replies -----------------------------------------------------------------------------------
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to wait for; none once the process has ended."""
@@ -207,14 +197,14 @@ class RankProcess(Rank):
     def _read_output(self, number: int) -> None:
         with suppress(BlockingIOError):
             while data := os.read(number, _READ_NBYTES):
-                self._print(self._outputs[number], data)
-            self._print(self._outputs.pop(number), b"")  # the process closed it
+                self._print(*self._outputs[number], data)
+            self._print(*self._outputs.pop(number), b"")  # the process closed it
 
-    def _print(self, output: _Output, data: bytes) -> None:
-        lines = output.lines.feed(data) + output.lines.due(REAL_TIME.now())
-        texts = [f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines]
+    def _print(self, name: StreamName, lines: StreamLines, data: bytes) -> None:
+        new = lines.feed(data) + lines.due(REAL_TIME.now())
+        texts = [f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in new]
         if texts:
-            self._printer.put(output.name, "".join(texts))
+            self._printer.put(name, "".join(texts))
 
     def _read_words(self) -> None:
         try:
@@ -235,7 +225,7 @@ class RankProcess(Rank):
         ending = self._process.check()
         assert ending is not None
         for output in self._outputs.values():
-            self._print(output, b"")
+            self._print(*output, b"")
         if ending.signal is not None:
             reason = f"its process was killed by {signal_name(ending.signal)}"
         else:
@@ -250,11 +240,6 @@ class RankProcess(Rank):
             self._stacks.set_result(f"({reason})")
         self._finish(self._ended)
         self._printer.wake()
-
-
-class _Output(NamedTuple):
-    name: StreamName
-    lines: StreamLines
 
 
 def _outcome(rank: int, pickled: bytes) -> RankOutcome[Any]:

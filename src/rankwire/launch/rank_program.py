@@ -35,7 +35,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import CodeType
 from typing import Any
@@ -48,7 +48,7 @@ from rankwire.codec.classes import message, options_of
 from rankwire.errors import RankFailedError
 from rankwire.launch.function_run import RankOutcome
 from rankwire.observe.stacks import stacks
-from rankwire.observe.tracebacks import FULL_TRACEBACK, folded
+from rankwire.observe.tracebacks import folded, is_everything_printed
 from rankwire.texts import text_of, traceback_of, type_name
 
 _END_PATIENCE = 5.0  # seconds for a function to end after the starter has gone
@@ -60,100 +60,93 @@ def main(rank: int, control: int, listener: int = -1) -> None:
     _RankProgram(rank, Connection(control), listener).run()
 
 
+@dataclass(eq=False)
 class _RankProgram:
-    def __init__(self, rank: int, control: Connection, listener: int) -> None:
-        self._rank = rank
-        self._control = control
-        self._listener = listener
-        self._backend: Backend | None = None
-        self._is_interruptible = False
-        self._running = 0  # the number of the current order
-        self._interrupted = 0  # the number of the last interrupted order
-        self._saying = runtime.Lock()  # guards sending one tuple
-        self._orders: runtime.SimpleQueue[tuple[Any, ...]] = runtime.SimpleQueue()
+    rank: int
+    control: Connection
+    listener: int
+    backend: Backend | None = None
+    is_interruptible: bool = False
+    running: int = 0  # the number of the current order
+    interrupted: int = 0  # the number of the last interrupted order
+    saying: runtime.Lock = field(default_factory=runtime.Lock)  # guards sending one tuple
+    orders: runtime.SimpleQueue[tuple[Any, ...]] = field(default_factory=runtime.SimpleQueue)
 
     def run(self) -> None:
         signal.signal(signal.SIGINT, self._interrupt)
         runtime.Thread(target=self._listen, name="rankwire-starter", daemon=True).start()
         goes_on = True
         while goes_on:
-            goes_on = self._obey(*self._orders.get())
-        if self._backend is not None:
-            self._backend.close()
-
-    # -- orders ------------------------------------------------------------------------------------
+            goes_on = self._obey(*self.orders.get())
+        if self.backend is not None:
+            self.backend.close()
 
     def _listen(self) -> None:
         try:
             while True:
-                order = self._control.recv()
+                order = self.control.recv()
                 if order[0] == "stacks":
                     self._say("stacks", stacks(but=[runtime.get_ident()]))
                 elif order[0] == "interrupt":
-                    self._interrupted = order[1]  # first, as the main thread checks it
-                    if self._running == order[1]:
+                    self.interrupted = order[1]  # first, as the main thread checks it
+                    if self.running == order[1]:
                         os.kill(runtime.getpid(), signal.SIGINT)
                 else:
-                    self._orders.put(order)
+                    self.orders.put(order)
         except (EOFError, OSError):  # the starter closed the pipe or died
-            self._orders.put(("leave",))
+            self.orders.put(("leave",))
             os.kill(runtime.getpid(), signal.SIGINT)
             REAL_TIME.sleep(_END_PATIENCE)
             os._exit(1)
 
     def _obey(self, verb: str, number: int = 0, *words: Any) -> bool:
         """Carry out one order; return whether to continue."""
-        self._running = number
+        self.running = number
         if verb == "join":
             outcome = self._outcome(words[0], self._join)
             self._say("ended", _packed(outcome))
             return outcome.returned
         if verb == "run":
             pickled, leaves = words
-            outcome = self._outcome(pickled, lambda function, args: function(self._backend, *args))
+            outcome = self._outcome(pickled, lambda function, args: function(self.backend, *args))
             packed = _packed(outcome)
             if leaves:  # as in any program, peers see it leave before the starter gets the result
-                assert self._backend is not None
-                self._backend.close(error=outcome.error)
+                assert self.backend is not None
+                self.backend.close(error=outcome.error)
             self._say("ended", packed)
             return not leaves
         return False
 
     def _join(self, path: list[str], world_size: int, options: dict[str, Any]) -> None:
         sys.path[:] = path
-        listener = runtime.Socket(fileno=self._listener) if self._listener >= 0 else None
-        self._backend = TcpBackend(self._rank, world_size, listener=listener, **options)
-
-    # -- execution ---------------------------------------------------------------------------------
+        listener = runtime.Socket(fileno=self.listener) if self.listener >= 0 else None
+        self.backend = TcpBackend(self.rank, world_size, listener=listener, **options)
 
     def _outcome(self, pickled: bytes, obey: Callable[..., Any]) -> RankOutcome[Any]:
-        """Call ``obey`` with the unpickled arguments and return the outcome.
-
-        Unpickling imports modules and is not interruptible: a module whose import was interrupted
-        stays broken, so that a later "import asyncio" would fail.
-        """
         try:
+            # Not interruptible: a module whose import was interrupted stays broken.
             words = unpack(pickled)
-            self._is_interruptible = True
-            if self._interrupted == self._running:
+            self.is_interruptible = True
+            if self.interrupted == self.running:
                 raise KeyboardInterrupt
-            return RankOutcome(self._rank, obey(*words))
+            return RankOutcome(self.rank, obey(*words))
         except BaseException as error:  # SystemExit too is reported to the starter
-            self._is_interruptible = False
-            return RankOutcome(self._rank, error=error, remote_traceback=_traceback(error))
+            self.is_interruptible = False
+            return RankOutcome(self.rank, error=error, remote_traceback=_traceback(error))
         finally:
-            self._is_interruptible = False
-            _flush()
+            self.is_interruptible = False
+            for stream in (sys.stdout, sys.stderr):  # the starter reads it before the report
+                stream.flush()
 
     def _interrupt(self, number: int, frame: object) -> None:
         """Raise KeyboardInterrupt in the function, once, and never outside of it."""
-        if self._is_interruptible:
-            self._is_interruptible = False
+        if self.is_interruptible:
+            self.is_interruptible = False
             raise KeyboardInterrupt
 
     def _say(self, *words: Any) -> None:
-        with self._saying:
-            self._control.send(words)
+        with self.saying:
+            self.control.send(words)
 
 
 def _packed(outcome: RankOutcome[Any]) -> bytes:
@@ -174,18 +167,7 @@ def _packed(outcome: RankOutcome[Any]) -> bytes:
 
 def _traceback(error: BaseException) -> str:
     lines = traceback_of(error).splitlines()
-    if os.environ.get(FULL_TRACEBACK, "0") in ("", "0"):
-        lines = folded(lines)
-    return "\n".join(lines)
-
-
-def _flush() -> None:
-    """Flush the output, so that the starter reads it before the report."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-
-
-# -- pickles ---------------------------------------------------------------------------------------
+    return "\n".join(lines if is_everything_printed() else folded(lines))
 
 
 def pack(value: Any) -> bytes:

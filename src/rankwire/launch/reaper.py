@@ -12,9 +12,8 @@ writing end of a pipe, and each rank inherits a *leash*: a reading end with ``O_
 is the rank's process group and whose signal is SIGKILL, which is sent when the last writer is gone.
 A rank that closes descriptors which it did not open loses its leash.
 
-A parent-death signal (``PR_SET_PDEATHSIG``) does not do: it is sent when the launcher alone dies,
-so SIGKILL would leave no grace and a rank could ignore any other; processes that the rank started
-do not get it; and it needs code between fork and exec.
+A parent-death signal (``PR_SET_PDEATHSIG``) does not do: it leaves no grace or can be ignored,
+processes that the rank started do not get it, and it needs code between fork and exec.
 """
 
 from __future__ import annotations
@@ -103,10 +102,7 @@ class Reaper:
 
 
 def _loader_settings() -> dict[str, str]:
-    """Return the loader's variables, without which an interpreter may not start.
-
-    The rest of the environment may hold secrets.
-    """
+    # Without these an interpreter may not start. The rest of the environment may hold secrets.
     return {name: value for name, value in os.environ.items() if name.startswith(("LD_", "DYLD_"))}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
@@ -15,37 +15,19 @@ from rankwire.launch.process import Ending
 from rankwire.texts import name_ranks
 
 STATUS_EVERY = 0.25
-# Seconds without a status line, which a short job does not need.
-_STATUS_AFTER = 1.0
+_STATUS_AFTER = 1.0  # seconds; a short job needs no status line
 _MOST_PLACES = 2  # shown of ranks that waited for each other
 
 
-class Counts(NamedTuple):
-    """Count the ranks in each state."""
-
-    running: int = 0
-    up: int = 0  # members of the formed world
-    done: int = 0
-    failed: int = 0
-    suspected: int = 0  # running, but silent for a while
-    missing_nodes: int = 0  # hosts whose launchers have not connected
-
-
-def describe(counts: Counts, seconds: float) -> str:
+def describe(counts: Mapping[str, int], missing_nodes: int, seconds: float) -> str:
     """Return the status line, without states that no rank is in."""
-    if counts.missing_nodes:
-        plural = "" if counts.missing_nodes == 1 else "s"
-        parts = [f"waiting for {counts.missing_nodes} node{plural}"]
-    else:
-        parts = [
-            f"{count} {name}"
-            for name, count in counts._asdict().items()
-            if count or name == "running"
-        ]
+    states = [f"{count} {state}" for state, count in counts.items() if count or state == "running"]
+    if missing_nodes:
+        states = [f"waiting for {missing_nodes} node{'s'[: missing_nodes > 1]}"]
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     elapsed = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-    return f"rankwire: {', '.join(parts)} ({elapsed})"
+    return f"rankwire: {', '.join(states)} ({elapsed})"
 
 
 class Reporter:
@@ -67,15 +49,15 @@ class Reporter:
 
     def _describe(self, attempt: Attempt) -> str:
         endings = [ending for ending, _ in attempt.ended.values()]
-        counts = Counts(
-            running=len(self._parts.alive),
-            up=len(attempt.present),
-            done=sum(not ending.is_failure for ending in endings),
-            failed=sum(ending.is_failure for ending in endings),
-            suspected=len(attempt.suspected),
-            missing_nodes=0 if self._parts.have_started else len(self._parts.missing_nodes()),
-        )
-        return describe(counts, self._age.waited)
+        counts = {
+            "running": len(self._parts.alive),
+            "up": len(attempt.present),
+            "done": sum(not ending.is_failure for ending in endings),
+            "failed": sum(ending.is_failure for ending in endings),
+            "suspected": len(attempt.suspected),
+        }
+        missing = 0 if self._parts.have_started else len(self._parts.missing_nodes())
+        return describe(counts, missing, self._age.waited)
 
     def name_who_is_left(self, attempt: Attempt) -> None:
         """Say once that only ranks are left that were declared lost: they may never end."""

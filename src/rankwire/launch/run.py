@@ -34,8 +34,7 @@ from rankwire.transports.tcp_stream import TcpAddress
 
 _SECRET_NBYTES = 32
 _LOOPBACKS = ("127.0.0.1:0", "[::1]:0")
-# Open files of the launcher itself, including those of a rank that is being started.
-_OWN_DESCRIPTORS = 24
+_OWN_DESCRIPTORS = 24  # of the launcher itself, also for a rank that is being started
 _DESCRIPTORS_OF_RANK = 4  # two pipes, its socket for the secret, and its connection
 
 
@@ -44,10 +43,8 @@ def run(options: RunOptions) -> int:
 
     The code is 0 if all ranks ended with 0 (of a restarted rank, its last process). Else it is that
     of the rank that failed first, or 128 + the signal that killed it or stopped the launcher. All
-    hosts return the same. Main thread only.
-
-    Raises:
-        ConfigurationError: An option is invalid; nothing was started.
+    hosts return the same. Raise ConfigurationError if an option is invalid; nothing was started
+    then. Main thread only.
     """
     options.check()
     secret = _secret(options.secret_file)
@@ -73,7 +70,10 @@ def run(options: RunOptions) -> int:
         stack.enter_context(_runtime_folder(output))
         signals = stack.enter_context(collected_signals(selector, (*STOPPING, signal.SIGCHLD)))
         loop = Loop(selector, signals, output)
-        reaper = stack.enter_context(_reaper(options.grace))
+        try:
+            reaper = stack.enter_context(Reaper(options.grace))
+        except OSError as error:
+            raise ConfigurationError(f"no process can be started: {error}") from error
         subreaper = stack.enter_context(contextlib.closing(Subreaper(reaper)))
         if not subreaper.is_adopting:
             output.say("processes that ranks start in other sessions may be left running here")
@@ -140,13 +140,6 @@ def _runtime_folder(output: Output) -> Iterator[None]:
                 stack.callback(os.environ.__setitem__, RUNTIME_DIR, before)
             os.environ[RUNTIME_DIR] = str(folder)
         yield
-
-
-def _reaper(grace: float) -> Reaper:
-    try:
-        return Reaper(grace)
-    except OSError as error:
-        raise ConfigurationError(f"no process can be started: {error}") from error
 
 
 def _bind_loopback() -> runtime.Socket:
