@@ -13,7 +13,7 @@ from rpc.walk import walk_of_a_caller
 from worlds import PATIENCE, runtime_folder_of_its_own
 
 PAGE = Path(__file__).parents[2] / "docs" / "data-path.md"
-MOST_HOPS = {"caller": 29, "server": 25}
+MOST_HOPS = {"caller": 28, "server": 25}
 # Some of them meet the standby, or a function that was slow; the plain way is the shortest.
 CALLS = 300
 

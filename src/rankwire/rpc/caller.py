@@ -19,7 +19,6 @@ from rankwire.errors import (
     ChannelClosedError,
     CircularCallError,
     DeadlineExceededError,
-    MessageTooLargeError,
     OverloadedError,
     PeerLostError,
     RankwireError,
@@ -85,7 +84,9 @@ class Caller:
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
-            message = self._encode(dst, name, deadline.limit, call, args, kwargs)
+            chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
+            left, max_nbytes = deadline.limit, self._max_nbytes
+            message = encode_request(self._codec, name, left, chain, args, kwargs, dst, max_nbytes)
             reply = self._send(dst, next(self._ids), name, deadline, call, args, kwargs, message)
             try:
                 if call is not None:
@@ -160,12 +161,8 @@ class Caller:
         kwargs: dict[str, Any],
     ) -> Message:
         chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
-        message = encode_request(self._codec, name, left, chain, args, kwargs, dst)
-        nbytes = message[1]
-        if nbytes > self._max_nbytes:
-            self._codec.undo(message)
-            raise MessageTooLargeError(nbytes, self._max_nbytes)
-        return message
+        max_nbytes = self._max_nbytes
+        return encode_request(self._codec, name, left, chain, args, kwargs, dst, max_nbytes)
 
     def _send(
         self,

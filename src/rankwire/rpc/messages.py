@@ -87,15 +87,20 @@ def encode_request(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     peer: int | None = None,
+    max_nbytes: int = _MAX_NUMBER,
 ) -> Message:
     """Return a request's buffers and size; arrays in it are not copied."""
+    message: Message | None = None
     # Only the arguments need a check: the rest is plain. A tuple is encoded like a list.
     if (not args or PLAIN.issuperset(map(type, args))) and (not kwargs or is_flat(kwargs)):
         message = codec.encode_flat((name, timeout, chain, args, kwargs))
-        if message is not None:
-            return message
-    record = [name, timeout, chain, list(args), kwargs]
-    return codec.encode_record(record, _REQUEST_PATHS, levels=2, peer=peer)
+    if message is None:
+        record = [name, timeout, chain, list(args), kwargs]
+        message = codec.encode_record(record, _REQUEST_PATHS, levels=2, peer=peer)
+    if message[1] > max_nbytes:
+        codec.undo(message)
+        raise MessageTooLargeError(message[1], max_nbytes)
+    return message
 
 
 def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) -> Request:
