@@ -82,7 +82,7 @@ IMPURE_MODULES = {
 # Types of ctypes are buffers that a user may send, and paths are values; nothing is called there.
 TYPES_ONLY = {("arrays.py", "ctypes"), ("scalars.py", "pathlib")}
 # Functions on their way from a program to processes that it has started itself, over its own pipe.
-UNPICKLES = {SOURCE / "codec" / "pickling.py", SOURCE / "launch" / "rank_program.py"}
+UNPICKLES = {SOURCE / "codec" / "codec.py", SOURCE / "launch" / "rank_program.py"}
 # What only ``runtime`` imports, and what it alone takes from modules that others use too.
 BEHIND_THE_DOOR = {
     "threading", "_thread", "socket", "select", "selectors", "secrets", "random", "queue",
@@ -279,11 +279,11 @@ SETS = {"set", "frozenset", "WeakSet"}
 
 def test_pickle_is_only_behind_its_option():
     for path in modules():
-        for module, _ in imports(path):
+        for module, is_at_import_time in imports(path):
             if module.split(".")[0] in PICKLE_LIKE:
                 assert path in UNPICKLES, f"{path} imports {module}"
-            if module == "rankwire.codec.pickling" and path.name != "pickling.py":
-                assert not _, f"{path} loads pickling for everyone"
+                is_for_all = is_at_import_time and layer_of(path) == "codec"
+                assert not is_for_all, f"{path} loads {module} for everyone"
 
 
 def test_importing_rankwire_loads_nothing_optional_and_no_launcher():

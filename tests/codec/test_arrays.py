@@ -287,6 +287,7 @@ def test_without_torch_tensors_are_refused(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert not tensors.is_tensor(np.ones(3))
     monkeypatch.setitem(sys.modules, "torch", None)  # what makes an import fail
+    tensors._torch.cache_clear()
     body = msgspec.msgpack.encode(["float32", 2])
     head = msgspec.msgpack.encode(Ext(42, body))
     prefix = struct.pack("<I", len(head)) + head

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from faults.adversary import walkers
 from faults.sizes import examples
-from rankwire.codec import hash_tables
 from rankwire.codec.codec import Codec
-from rankwire.codec.hash_tables import MANY_KEYS, check_table
+from rankwire.codec.limits import MANY_KEYS, _Table, check_table
 from rankwire.errors import InvalidMessageError
 
 COUNT = 20_000
@@ -48,7 +47,7 @@ def slots_looked_at(hashes, size, neighbours):
 
 
 def slots_counted(hashes, size, neighbours):
-    table = hash_tables._Table(np.array(hashes, np.int64).view(np.uint64), size, neighbours)
+    table = _Table(np.array(hashes, np.int64).view(np.uint64), size, neighbours)
     asking = np.arange(len(hashes), dtype=np.int32)
     count = 0
     while len(asking):

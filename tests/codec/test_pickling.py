@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import collections
 import decimal
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rankwire.codec import pickling
 from rankwire.codec.codec import Codec
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
@@ -109,16 +106,3 @@ def test_too_deep_values_are_refused_and_not_pickled(open_codec):
     loop.append(loop)
     with pytest.raises(UnsupportedTypeError):
         open_codec.encode(loop)
-
-
-def test_dumps_and_loads_are_inverse():
-    assert pickling.loads(memoryview(pickling.dumps({1, 2}))) == {1, 2}
-
-
-def test_the_module_is_loaded_only_when_the_option_is_on():
-    program = (
-        "import sys; from rankwire.codec.codec import Codec; Codec();"
-        "assert 'rankwire.codec.pickling' not in sys.modules; Codec(allow_pickle=True);"
-        "assert 'rankwire.codec.pickling' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)

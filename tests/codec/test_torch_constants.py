@@ -23,6 +23,7 @@ def forge(code: int, body: Any) -> bytearray:
 
 def test_without_torch_nothing_is_of_torch_and_nothing_of_torch_arrives(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
+    tensors._torch.cache_clear()
     assert tensors.size_of((1, 2)) is None
     assert tensors.constant_of("float32") is None
     for code, body in [(Code.TORCH_SIZE, [1]), (Code.TORCH_CONSTANT, ["dtype", "float32"])]:

@@ -113,18 +113,20 @@ class Codec(PublicDir):
         self._max_items = max_items
         self.how_to_pickle = HOW_TO_PICKLE
         self._classes = ClassTable(SHARED)
-        self._pickling: ModuleType | None = None
+        self._pickle: ModuleType | None = None
         if allow_pickle:
-            from rankwire.codec import pickling  # not loaded in a process that does not ask for it
+            # Only here: a sender of pickles can run code on the receiver. There is no "restricted
+            # unpickler": those have been bypassed, and a half-safe format invites trust.
+            import pickle
 
-            self._pickling = pickling
+            self._pickle = pickle
         for cls in types:
             self.register(cls)
 
     @property
     def allows_pickle(self) -> bool:
         """Whether it sends and accepts pickles."""
-        return self._pickling is not None
+        return self._pickle is not None
 
     @overload
     def register(
@@ -269,23 +271,9 @@ class Codec(PublicDir):
         if type(message[0]) is UndoableBuffers:
             message[0].sending.undo_all()
 
-    @overload
     def decode(
         self,
-        payload: bytearray,
-        unpack: Callable[[memoryview], Any] = _unpack_plain,
-        peer: int | None = None,
-    ) -> Any: ...
-    @overload
-    def decode(
-        self,
-        payload: tuple[Sequence[Buffer], int],
-        unpack: Callable[[memoryview], Any] = _unpack_plain,
-        peer: int | None = None,
-    ) -> Any: ...
-    def decode(
-        self,
-        payload: Any,
+        payload: bytearray | tuple[Sequence[Buffer], int],
         unpack: Callable[[memoryview], Any] = _unpack_plain,
         peer: int | None = None,
     ) -> Any:
@@ -304,6 +292,8 @@ class Codec(PublicDir):
         Raises:
             InvalidMessageError: No codec with the same classes and options made this.
         """
+        if isinstance(payload, tuple):
+            payload = bytearray().join(payload[0])
         try:
             head_end = _HEAD_NBYTES.unpack_from(payload)[0] + 4
             if head_end == len(payload) <= MIN_SCANNED_NBYTES:
@@ -311,7 +301,7 @@ class Codec(PublicDir):
                     return unpack(memoryview(payload)[4:])
                 except (_NotPlain, msgspec.ValidationError):
                     pass
-            reader = Reader(self._classes, self._pickling, payload, head_end, self._max_items, peer)
+            reader = Reader(self._classes, self._pickle, payload, head_end, self._max_items, peer)
             value = reader.read(memoryview(payload)[4:head_end])
             if reader.position == len(payload):
                 return value
@@ -320,38 +310,28 @@ class Codec(PublicDir):
         # msgspec, numpy, constructors, hooks and hash functions may raise anything, which must not
         # end the reader thread; only an interrupt (Ctrl-C) passes.
         except BaseException as error:
-            if not isinstance(payload, tuple):
-                raise InvalidMessageError(
-                    one_line(f"the payload does not decode: {type_name(error)}: {text_of(error)}")
-                ) from error
-        else:
             raise InvalidMessageError(
-                f"the payload has {len(payload)} bytes, its head describes {reader.position}"
-            )
-        # A tuple from ``encode``. Last, so that the payload of a call is not tested for it.
-        return self.decode(bytearray().join(payload[0]), unpack, peer)
+                one_line(f"the payload does not decode: {type_name(error)}: {text_of(error)}")
+            ) from error
+        raise InvalidMessageError(
+            f"the payload has {len(payload)} bytes, its head describes {reader.position}"
+        )
 
     def _encode_by_walk(
-        self, lower: Callable[[Writer], Any], path: str, peer: int | None
-    ) -> tuple[Buffers, int]:
-        try:
-            return self._encode_lowered(lower, path, PLAIN, peer)
-        except _NOT_PLAIN_AFTER_ALL:
-            return self._encode_lowered(lower, path, ALWAYS_PLAIN, peer)
-
-    def _encode_lowered(
         self,
         lower: Callable[[Writer], Any],
         path: str,
-        plain: frozenset[type],
         peer: int | None,
+        plain: frozenset[type] = PLAIN,
     ) -> tuple[Buffers, int]:
-        writer = Writer(self._classes, self._pickling, plain, peer)
+        writer = Writer(self._classes, self._pickle, plain, peer)
         try:
             buffers, nbytes = _join(_pack(lower(writer)), writer.buffers)
         except BaseException as error:
             if writer.sending is not None:
                 writer.sending.undo_all()
+            if isinstance(error, _NOT_PLAIN_AFTER_ALL) and plain is PLAIN:
+                return self._encode_by_walk(lower, path, peer, ALWAYS_PLAIN)
             explained = _explained(error, path, self.how_to_pickle)
             raise explained from explained.__cause__
         if writer.sending is not None and writer.sending.can_undo:

@@ -6,9 +6,11 @@ more bytes than the limit.
 
 Python hashes numbers and tuples without a secret, so a sender can choose n keys of equal hash,
 which take n**2 comparisons in a dict: a quarter of a megabyte stops the interpreter for seconds.
-Keys in an extension are checked before they are put into a dict or set. msgspec builds native maps
-without a check, so the codec writes only short ones with plain keys; a head that may hold others is
-scanned for them.
+Keys of different hashes can collide too: a dict or set probes a sequence of slots that follows from
+the hash, so a sender can fill the slots of one sequence and let all other keys walk along it. Keys
+in an extension are checked for both before they are put into a dict or set. msgspec builds native
+maps without a check, so the codec writes only short ones with plain keys; a head that may hold
+others is scanned for them.
 
 All checks take linear time and raise only ``InvalidMessageError``.
 """
@@ -21,19 +23,34 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from rankwire.codec.hash_tables import MANY_KEYS, check_table
 from rankwire.errors import InvalidMessageError
 
 DEFAULT_MAX_ITEMS = 1_000_000
 
 # The most that a fixmap holds: a longer map begins with one of two bytes.
 MAX_NATIVE_MAP = 15
+
+# This many take 50 ms at worst.
+MANY_KEYS = 8192
+# Average probes per key. In dicts, random hashes take 2, and multiples of a high power of two,
+# whose lower bits are equal, up to 20. A set also probes nine neighbours of each slot, which costs
+# little.
+_MAX_SLOTS = 32
+_MAX_SLOTS_OF_SET = 192
+# Rounds in which all keys without a slot probe, mostly 40. Each takes 20 us even for one key.
+_MIN_ROUNDS = 500
+_KEYS_PER_ROUND = 16
+
+# Of CPython: Objects/dictobject.c and Objects/setobject.c.
+_PERTURB_SHIFT = np.uint64(5)
+_LINEAR_PROBES = 9
 
 # Ordinary keys share hashes too: 34 powers of two do, and classes may hash by one field.
 _MAX_EQUAL_HASHES = 128
@@ -92,6 +109,9 @@ _LONG_TOKENS = {
     **{0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)},
     **{0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)},
 }
+
+_Hashes: TypeAlias = npt.NDArray[np.uint64]
+_Keys: TypeAlias = npt.NDArray[np.int32]
 
 
 class ItemCount:
@@ -239,6 +259,82 @@ def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
         return ()
     groups = np.split(order, np.nonzero(is_first)[0][1:])
     return [[keys[index] for index in group] for group in groups if len(group) > 1]
+
+
+def check_table(hashes: npt.NDArray[np.int64], *, is_set: bool) -> None:
+    """Refuse keys that take too many probes to find their slots.
+
+    The hashes are in the order of insertion, each once. With ``is_set``, the dict becomes a set.
+    The count is exact for CPython's tables. Inserting keys one by one, each into the first free
+    slot of its sequence, has the same result as if every slot kept the earliest key that probes it
+    and sent later ones on (deferred acceptance, Gale and Shapley), in any order of probing. So
+    numpy does it for all keys at once, in linear time. For other tables it is an estimate.
+    """
+    sequence = hashes.view(np.uint64)
+    # A dict doubles its table when two thirds are taken, and inserts all keys again.
+    size = MANY_KEYS
+    while True:
+        _check(sequence[: size * 2 // 3], size, neighbours=0)
+        if size * 2 // 3 >= len(sequence):
+            break
+        size *= 2
+    if is_set:  # made of a dict, a set has one size from the beginning
+        _check(sequence, 1 << (2 * len(sequence)).bit_length(), neighbours=_LINEAR_PROBES)
+
+
+def _check(hashes: _Hashes, size: int, *, neighbours: int) -> None:
+    table = _Table(hashes, size, neighbours)
+    left = (_MAX_SLOTS_OF_SET if neighbours else _MAX_SLOTS) * len(hashes)
+    asking = np.arange(len(hashes), dtype=np.int32)
+    for _ in range(_MIN_ROUNDS + len(hashes) // _KEYS_PER_ROUND):
+        left -= len(asking)
+        if left < 0:
+            break
+        asking = table.ask(asking)
+        if not len(asking):
+            return
+    raise InvalidMessageError("its keys would take too long to sort into a table")
+
+
+class _Table:
+    """The key in each slot, and the slot that each key probes next.
+
+    A set probes the neighbours of a slot before it goes on, if there are enough of them.
+    """
+
+    def __init__(self, hashes: _Hashes, size: int, neighbours: int) -> None:
+        self._mask = np.uint64(size - 1)
+        self._neighbours = neighbours
+        self._last = size - 1 - neighbours
+        self._free = len(hashes)
+        self._keys: _Keys = np.full(size, self._free, np.int32)
+        self._perturb = hashes.copy()
+        self._base = (hashes & self._mask).view(np.int64)
+        self._offset: _Keys = np.zeros(len(hashes), np.int32)
+
+    def ask(self, asking: _Keys) -> _Keys:
+        """Let keys probe their slots; return those that are sent on, ready for their next slot."""
+        slots = self._base[asking]
+        if self._neighbours:
+            slots += self._offset[asking]
+        had = self._keys[slots]
+        np.minimum.at(self._keys, slots, asking)
+        has_it = self._keys[slots] == asking
+        sent_away = np.concatenate([asking[~has_it], had[has_it & (had != self._free)]])
+        self._advance(sent_away)
+        return sent_away
+
+    def _advance(self, keys: _Keys) -> None:
+        base = self._base[keys]
+        if self._neighbours:
+            offset = self._offset[keys]
+            is_done = offset >= np.where(base <= self._last, self._neighbours, 0)
+            self._offset[keys] = np.where(is_done, 0, offset + 1)
+            keys, base = keys[is_done], base[is_done]
+        perturb = self._perturb[keys] >> _PERTURB_SHIFT
+        self._perturb[keys] = perturb
+        following = base.view(np.uint64) * np.uint64(5) + perturb + np.uint64(1)
+        self._base[keys] = (following & self._mask).view(np.int64)
 
 
 def may_hold_wide_maps(payload: bytearray, end: int) -> bool:

@@ -70,32 +70,18 @@ def _unpack_decimal(body: memoryview) -> Decimal:
 
 
 def _pack_fraction(value: Fraction) -> bytes:
-    numerator = _pack_int(value.numerator, _MAX_FRACTION_NBYTES)
-    return (
-        _NBYTES.pack(len(numerator))
-        + numerator
-        + _pack_int(value.denominator, _MAX_FRACTION_NBYTES)
-    )
+    parts = value.as_integer_ratio()
+    numerator, denominator = (_pack_int(part, _MAX_FRACTION_NBYTES) for part in parts)
+    return _NBYTES.pack(len(numerator)) + numerator + denominator
 
 
 def _unpack_fraction(body: memoryview) -> Fraction:
-    (nbytes,) = _NBYTES.unpack_from(body)
-    middle = _NBYTES.size + nbytes
-    value = Fraction(
-        _unpack_int(body[_NBYTES.size : middle], _MAX_FRACTION_NBYTES),
-        _unpack_int(body[middle:], _MAX_FRACTION_NBYTES),
-    )
+    middle = _NBYTES.size + _NBYTES.unpack_from(body)[0]
+    parts = body[_NBYTES.size : middle], body[middle:]
+    value = Fraction(*(_unpack_int(part, _MAX_FRACTION_NBYTES) for part in parts))
     if _pack_fraction(value) != body:
         raise ValueError("not as a fraction is written")
     return value
-
-
-def _pack_uuid(value: UUID) -> bytes:
-    return value.bytes
-
-
-def _unpack_uuid(body: memoryview) -> UUID:
-    return UUID(bytes=bytes(body))
 
 
 def _pack_range(value: range) -> bytes:
@@ -105,10 +91,6 @@ def _pack_range(value: range) -> bytes:
         raise ValueError(
             "Its bounds have more than 64 bits: send start, stop and step instead."
         ) from error
-
-
-def _unpack_range(body: memoryview) -> range:
-    return range(*_RANGE.unpack(body))
 
 
 def _pack_path(value: PurePath) -> bytes:
@@ -123,20 +105,8 @@ def _unpack_path(body: memoryview) -> PurePath:
     return value
 
 
-def _pack_complex(value: complex) -> bytes:
-    return _COMPLEX.pack(value.real, value.imag)
-
-
-def _unpack_complex(body: memoryview) -> complex:
-    return complex(*_COMPLEX.unpack(body))
-
-
 def _pack_date(value: date) -> bytes:
     return _DATE.pack(value.year, value.month, value.day)
-
-
-def _unpack_date(body: memoryview) -> date:
-    return date(*_DATE.unpack(body))
 
 
 def _pack_time(value: time) -> bytes:
@@ -154,17 +124,8 @@ def _pack_datetime(value: datetime) -> bytes:
 
 
 def _unpack_datetime(body: memoryview) -> datetime:
-    year, month, day = _DATE.unpack_from(body)
     clock = _unpack_time(body[_DATE.size :])
-    return datetime.combine(date(year, month, day), clock)
-
-
-def _pack_timedelta(value: timedelta) -> bytes:
-    return _TIMEDELTA.pack(value.days, value.seconds, value.microseconds)
-
-
-def _unpack_timedelta(body: memoryview) -> timedelta:
-    return timedelta(*_TIMEDELTA.unpack(body))
+    return datetime.combine(date(*_DATE.unpack_from(body)), clock)
 
 
 def _pack_clock(value: time | datetime) -> bytes:
@@ -191,15 +152,19 @@ def _unpack_utc_offset(body: memoryview) -> tzinfo | None:
 # The numbers are part of the wire format; those of containers and arrays are in ``values.Code``.
 _CARRIED: dict[int, tuple[type, Callable[[Any], bytes], Callable[[memoryview], Any]]] = {
     1: (int, _pack_int, _unpack_int),
-    2: (complex, _pack_complex, _unpack_complex),
-    3: (date, _pack_date, _unpack_date),
+    2: (complex, lambda v: _COMPLEX.pack(v.real, v.imag), lambda b: complex(*_COMPLEX.unpack(b))),
+    3: (date, _pack_date, lambda body: date(*_DATE.unpack(body))),
     4: (time, _pack_time, _unpack_time),
     5: (datetime, _pack_datetime, _unpack_datetime),
-    6: (timedelta, _pack_timedelta, _unpack_timedelta),
+    6: (
+        timedelta,
+        lambda value: _TIMEDELTA.pack(value.days, value.seconds, value.microseconds),
+        lambda body: timedelta(*_TIMEDELTA.unpack(body)),
+    ),
     7: (Decimal, _pack_decimal, _unpack_decimal),
     8: (Fraction, _pack_fraction, _unpack_fraction),
-    9: (UUID, _pack_uuid, _unpack_uuid),
-    50: (range, _pack_range, _unpack_range),
+    9: (UUID, lambda value: value.bytes, lambda body: UUID(bytes=bytes(body))),
+    50: (range, _pack_range, lambda body: range(*_RANGE.unpack(body))),
     51: (PurePath, _pack_path, _unpack_path),
 }
 PACKERS = {kind: (code, pack) for code, (kind, pack, _) in _CARRIED.items()}

@@ -80,15 +80,12 @@ def describe(dtype: DType, depth: int = _MAX_DEPTH) -> list[Any] | None:
         if offset < end:
             return None
         end = offset + field.itemsize
-        kind = _describe_kind(field.base, depth)
+        base = field.base
+        kind = arrays.dtype_code(base) if base.fields is None else describe(base, depth - 1)
         if kind is None or not _is_text(name):
             return None
         described.append([name, offset, kind, *field.shape])
     return described
-
-
-def _describe_kind(dtype: DType, depth: int) -> str | list[Any] | None:
-    return arrays.dtype_code(dtype) if dtype.fields is None else describe(dtype, depth - 1)
 
 
 def _is_text(name: str) -> bool:
@@ -108,7 +105,11 @@ def dtype_of(described: Any, depth: int = _MAX_DEPTH) -> DType:
     formats = []
     end = 0
     for name, offset, kind, *shape in fields:
-        head = _field_head(name, [itemsize, offset, *shape], kind, shape, depth)
+        numbers = [itemsize, offset, *shape]
+        if type(name) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
+            raise InvalidMessageError("malformed field of a structured array")
+        base = arrays.dtype_of(kind) if type(kind) is str else dtype_of(kind, depth - 1)
+        head = arrays.checked_head(base, shape, is_fortran=False)
         if offset < end or offset + head.nbytes > min(itemsize, _MAX_ITEMSIZE):
             raise InvalidMessageError("fields of a structured array overlap or are outside of it")
         end = offset + head.nbytes
@@ -119,16 +120,6 @@ def dtype_of(described: Any, depth: int = _MAX_DEPTH) -> DType:
     if describe(dtype) != described:
         raise InvalidMessageError("not as a structured array is described")
     return dtype
-
-
-def _field_head(
-    name: Any, numbers: list[Any], kind: Any, shape: list[int], depth: int
-) -> ArrayHead:
-    """Check a field, all ``numbers`` in its description included."""
-    if type(name) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
-        raise InvalidMessageError("malformed field of a structured array")
-    base = arrays.dtype_of(kind) if type(kind) is str else dtype_of(kind, depth - 1)
-    return arrays.checked_head(base, shape, is_fortran=False)
 
 
 def array_bytes(array: Array) -> memoryview:

@@ -76,10 +76,11 @@ def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
     return None
 
 
-def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
+def tensor_body(tensor: Any, *first: bool) -> tuple[bytes, memoryview]:
     """Return the description of a tensor, and its bytes: its own memory, or a copy.
 
-    Raise ``UnsupportedTypeError`` if its memory has been freed.
+    The description begins with ``first``: for a parameter, whether it requires a gradient. Raise
+    ``UnsupportedTypeError`` if its memory has been freed.
     """
     carrier, name, _ = carrier_of(tensor.dtype)
     elements = bytes_of(tensor) if _IS_LITTLE_ENDIAN else None
@@ -90,7 +91,7 @@ def tensor_body(tensor: Any) -> tuple[bytes, memoryview]:
             advice = "Its storage is smaller than the tensor: it has been freed or resized."
             raise UnsupportedTypeError("array", "Tensor", advice)
         elements = array_bytes(np.asarray(array, dtype=CODES[name]))
-    return _pack([name, *tensor.shape]), elements
+    return _pack([*first, name, *tensor.shape]), elements
 
 
 @lru_cache(maxsize=256)
@@ -101,13 +102,12 @@ def tensor_head(body: bytes) -> tuple[str, ArrayHead]:
 
 def view_tensor(name: str, array: Array) -> Any:
     """Return a tensor on an array's memory."""
-    try:
-        torch = _torch()
-        dtype = getattr(torch, name)
-    except (ImportError, AttributeError) as error:
+    torch = _torch()
+    dtype = getattr(torch, name, None)
+    if dtype is None:
         raise InvalidMessageError(
-            f"the payload holds a torch tensor of dtype {name}; no torch for it here: {error}"
-        ) from error
+            f"the payload holds a torch tensor of dtype {name}, which torch does not have here"
+        )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     tensor = torch.from_numpy(array)
@@ -116,15 +116,12 @@ def view_tensor(name: str, array: Array) -> Any:
 
 @cache
 def _torch() -> Any:
-    """Import torch at the first use: another thread may be importing it."""
-    return importlib.import_module("torch")
-
-
-def parameter_body(parameter: Any) -> tuple[bytes, memoryview]:
-    """Return what :func:`tensor_body` does, with ``requires_grad`` in front."""
-    _, elements = tensor_body(parameter)
-    name = carrier_of(parameter.dtype)[1]
-    return _pack([parameter.requires_grad, name, *parameter.shape]), elements
+    try:
+        return importlib.import_module("torch")  # not sys.modules: a thread may be importing it
+    except ImportError as error:
+        raise InvalidMessageError(
+            f"the payload holds something of torch, which is not installed here: {error}"
+        ) from error
 
 
 def parameter_head(body: memoryview) -> tuple[bool, str, ArrayHead]:
@@ -155,8 +152,7 @@ _INT = frozenset({int})
 
 def size_of(value: object) -> list[int] | None:
     """Return the extents of a ``torch.Size``; None for any other value."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(value) is not getattr(torch, "Size", None):
+    if type(value) is not getattr(sys.modules.get("torch"), "Size", None):
         return None
     extents = list(value)  # type: ignore[call-overload]
     return extents if _INT.issuperset(map(type, extents)) else None
@@ -166,15 +162,12 @@ def build_size(extents: list[Any]) -> Any:
     """Return the ``torch.Size`` of these extents."""
     if not _INT.issuperset(map(type, extents)):
         raise InvalidMessageError("an extent of a torch.Size is not an int")
-    return _required_torch().Size(extents)
+    return _torch().Size(extents)
 
 
 def constant_of(value: object) -> list[str] | None:
     """Return kind and name of a dtype, device, layout or memory format; None for other values."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    kind = type(value).__name__
+    kind, torch = type(value).__name__, sys.modules.get("torch")
     if kind not in (*_KINDS, _DEVICE) or type(value) is not getattr(torch, kind, None):
         return None
     return [kind, str(value).removeprefix("torch.")]
@@ -183,7 +176,7 @@ def constant_of(value: object) -> list[str] | None:
 def build_constant(parts: list[Any]) -> Any:
     """Return the dtype, device, layout or memory format of this kind and name."""
     kind, name = parts
-    torch = _required_torch()
+    torch = _torch()
     if kind in _KINDS and type(name) is str:
         found = vars(torch).get(name)  # not getattr, which may import more of torch
         if type(found) is getattr(torch, kind):
@@ -193,15 +186,6 @@ def build_constant(parts: list[Any]) -> Any:
         if str(device) == name:
             return device
     raise InvalidMessageError(f"torch has no {str(kind)[:32]} {str(name)[:64]!r} here")
-
-
-def _required_torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise InvalidMessageError(
-            f"the payload holds something of torch, which is not installed here: {error}"
-        ) from error
 
 
 _NUMBERS = "biufc"  # the kinds of dtypes that numpy and torch share
@@ -242,14 +226,8 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
     storage, offset = tensor.untyped_storage(), tensor.storage_offset()
     if storage.nbytes() < (offset + reach) * itemsize:
         return None
-    interface = {
-        "shape": shape,
-        "typestr": carrier.str,
-        "strides": strides,
-        "data": (storage.data_ptr() + offset * itemsize, is_frozen),
-        "version": 3,
-    }
-    return np.asarray(_HeldMemory(storage, interface))
+    start = offset * itemsize
+    return np.asarray(_HeldMemory(storage, start, shape, carrier.str, strides, is_frozen))
 
 
 def bytes_of(tensor: Any) -> memoryview | None:
@@ -265,13 +243,7 @@ def bytes_of(tensor: Any) -> memoryview | None:
     storage = tensor.untyped_storage()
     if not nbytes or storage.nbytes() < start + nbytes:
         return None
-    interface = {
-        "shape": (nbytes,),
-        "typestr": "|u1",
-        "data": (storage.data_ptr() + start, False),
-        "version": 3,
-    }
-    return np.asarray(_HeldMemory(storage, interface)).data
+    return np.asarray(_HeldMemory(storage, start, (nbytes,), "|u1")).data
 
 
 class _HeldMemory:
@@ -283,6 +255,20 @@ class _HeldMemory:
 
     __slots__ = ("__array_interface__", "storage")
 
-    def __init__(self, storage: Any, interface: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        storage: Any,
+        start: int,
+        shape: tuple[int, ...],
+        typestr: str,
+        strides: tuple[int, ...] | None = None,
+        is_frozen: bool = False,
+    ) -> None:
         self.storage = storage
-        self.__array_interface__ = interface
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+            "data": (storage.data_ptr() + start, is_frozen),
+            "version": 3,
+        }

@@ -17,9 +17,8 @@ import numpy as np
 
 from rankwire.codec import arrays, limits, scalars, structured, tensors
 from rankwire.codec.classes import ClassTable, EnumClass, RecordClass
-from rankwire.codec.hash_tables import MANY_KEYS
 from rankwire.codec.hooks import BuildContext, HookedClass
-from rankwire.codec.limits import ItemCount
+from rankwire.codec.limits import MANY_KEYS, ItemCount
 from rankwire.codec.values import ALIGNMENT, KEYED, MAX_DEPTH, NBYTES, Code
 from rankwire.errors import InvalidMessageError
 
@@ -36,20 +35,20 @@ class Reader:
     interpreter's recursion limit: counting them would take longer than decoding them.
 
     ``position`` is where the head ends; after reading it must be the end of the payload. Without
-    ``pickling`` (the module), pickles are refused.
+    ``pickle`` (the module), pickles are refused.
     """
 
     def __init__(
         self,
         classes: ClassTable,
-        pickling: ModuleType | None,
+        pickle: ModuleType | None,
         payload: bytearray,
         position: int,
         max_items: int,
         peer: int | None = None,
     ) -> None:
         self.classes = classes
-        self.pickling = pickling
+        self.pickle = pickle
         self.payload = payload
         self._depth = 0
         self._must_scan = position > limits.MIN_SCANNED_NBYTES and (
@@ -138,8 +137,7 @@ class Reader:
 def _set(reader: Reader, body: memoryview) -> set[Any]:
     items = reader.level(body)
     reader.check_keys(items, is_set=True)
-    # A large set is made of a dict, so that it has its final size at once: that table was
-    # checked.
+    # A large set is made of a dict, so that it has its final size at once, which was checked.
     keyed = set(items) if len(items) <= MANY_KEYS else set(dict.fromkeys(items))
     return _without_repeats(keyed, len(items))
 
@@ -188,9 +186,9 @@ def _buffer(reader: Reader, body: memoryview) -> memoryview:
 
 
 def _pickle(reader: Reader, body: memoryview) -> Any:
-    if reader.pickling is None:
+    if reader.pickle is None:
         raise InvalidMessageError("the payload holds a pickle, and allow_pickle is off here")
-    return reader.pickling.loads(_buffer(reader, body))
+    return reader.pickle.loads(_buffer(reader, body))
 
 
 def _array(reader: Reader, body: memoryview) -> np.ndarray[Any, Any]:

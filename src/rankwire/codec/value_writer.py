@@ -29,6 +29,7 @@ from rankwire.errors import RankwireError
 from rankwire.texts import one_line, text_of, type_name
 
 _NATIVE_INTS = range(-(2**63), 2**64)
+_PICKLE_PROTOCOL = 5  # every supported Python version reads it
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -45,19 +46,19 @@ class Refusal(Exception):
 class Writer:
     """Lowers the values of one payload, and collects the buffers that travel beside its head.
 
-    Without ``pickling`` (the module), unsupported values are refused. ``plain`` is ``PLAIN`` or
+    Without ``pickle`` (the module), unsupported values are refused. ``plain`` is ``PLAIN`` or
     ``ALWAYS_PLAIN``. ``sending`` is the context of the hooks; None if there were none.
     """
 
     def __init__(
         self,
         classes: ClassTable,
-        pickling: ModuleType | None,
+        pickle: ModuleType | None,
         plain: frozenset[type],
         peer: int | None = None,
     ) -> None:
         self.classes = classes
-        self.pickling = pickling
+        self.pickle = pickle
         self.plain = plain
         self._depth = 0
         self.peer = peer
@@ -123,10 +124,10 @@ class Writer:
 
     def unsupported(self, value: Any, advice: str, cause: Exception | None = None) -> Ext:
         """Pickle a value if that is allowed, and refuse it otherwise."""
-        if self.pickling is None:
+        if self.pickle is None:
             raise Refusal(value, advice) from cause
         try:
-            return self.buffer(Code.PICKLE, self.pickling.dumps(value))
+            return self.buffer(Code.PICKLE, self.pickle.dumps(value, _PICKLE_PROTOCOL))
         except Exception as error:
             raise Refusal(value, f"{advice} Its pickling raised {error!r}.") from error
 
@@ -248,12 +249,10 @@ def _tensor(writer: Writer, value: Any) -> Any:
     advice = tensors.advice_for(value)
     if advice is not None:
         return writer.unsupported(value, advice)
-    if tensors.is_parameter(value):
-        code, (body, data) = Code.PARAMETER, tensors.parameter_body(value)
-    else:
-        code, (body, data) = Code.TENSOR, tensors.tensor_body(value)
+    is_parameter = tensors.is_parameter(value)
+    body, data = tensors.tensor_body(value, *([value.requires_grad] if is_parameter else []))
     writer.put_beside(data)
-    return Ext(code, body)
+    return Ext(Code.PARAMETER if is_parameter else Code.TENSOR, body)
 
 
 def _enum(writer: Writer, carried: EnumClass, value: Any) -> Any:
