@@ -221,21 +221,18 @@ LEAVING_A_CHILD = """
 def test_f29_a_dead_parent_is_noticed_although_its_child_lives():
     listener = bound_socket()
     process = start(LEAVING_A_CHILD, address_of(listener))
-    try:
-        with process, TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
-            assert backend.recv(1) == b"hello"
-            child = int(process.stdout.readline())
-            try:
-                process.kill()
-                with pytest.raises(PeerLostError):
-                    backend.recv(1, timeout=PATIENCE)
-                os.kill(child, 0)  # it is still there
-                # Rank 0 removes the file that the dead one could not, when it hears of that too.
-                eventually(lambda: not os.path.exists(backend.mesh.peers[1].member.unix_path))
-            finally:
-                os.kill(child, signal.SIGKILL)
-    finally:
-        process.kill()
+    with process, TcpBackend(0, 2, address_of(listener), listener=listener) as backend:
+        assert backend.recv(1) == b"hello"
+        child = int(process.stdout.readline())
+        try:
+            process.kill()
+            with pytest.raises(PeerLostError):
+                backend.recv(1, timeout=PATIENCE)
+            os.kill(child, 0)  # it is still there
+            # Rank 0 removes the file that the dead one could not, when it hears of that too.
+            eventually(lambda: not os.path.exists(backend.mesh.peers[1].member.unix_path))
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 # -- row 36: the end of the interpreter

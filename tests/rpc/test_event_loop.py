@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from rankwire.clock import REAL_TIME
-from rankwire.rpc.event_loop import EventLoop
+from rankwire.rpc.served_call import EventLoop
 
 
 class Holder:

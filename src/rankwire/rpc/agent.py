@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
+from types import FrameType
 from typing import NamedTuple, Self
 
 from rankwire import runtime
@@ -23,10 +27,13 @@ from rankwire.rpc.pool import Limits
 from rankwire.rpc.registry import Registry, Resolve, Resolver
 from rankwire.rpc.reservations import DEFAULT_QUEUED_NBYTES
 from rankwire.rpc.server import Server
-from rankwire.rpc.stop_signal import STOP, StopSignal
+
+STOP = "\0stop"  # a request that the polling thread answers; no function can have this name
 
 _EXIT_GRACE = 0.1  # seconds
 _GRACE = 5.0
+_RETURN_WITHIN = 60.0  # seconds; a launcher waits up to 30 before it restarts a rank
+_CHECK_EVERY = 0.1  # seconds, to notice other ranks and signals; a stop wakes at once
 
 
 class Activity(NamedTuple):
@@ -46,12 +53,12 @@ class Activity(NamedTuple):
 class RpcAgent(AgentCalls, AgentFunctions):
     """Register functions and call them on any rank. An agent serves from construction on.
 
-    Every method is safe from any thread. A call runs at most once; nothing is retried. Calls from
-    one thread to one rank are delivered in order, and may finish in any order.
+    Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
+    rank are delivered in order, and may finish in any order.
 
-    As a context manager, it serves until the agents of its name on other ranks have left their
-    blocks too, only serve (``serve``), or are lost; there is no time limit. An exception or Ctrl-C
-    closes it at once.
+    As a context manager, it serves without a time limit until the agents of its name on other ranks
+    have left their blocks too, only serve (``serve``), or are lost. An exception or Ctrl-C closes
+    it at once.
 
     Args:
         backend: Any backend; the agent does not close it.
@@ -64,16 +71,15 @@ class RpcAgent(AgentCalls, AgentFunctions):
         max_queued_nbytes: Bytes of incoming calls of more than 64 KiB that wait for a worker.
             Callers of further ones wait before they send, until their deadline. One call of any
             size is always accepted, and each rank may have 8 MiB more in flight. Nested calls and
-            calls of ``async def`` functions do not wait for workers, so they do not count.
+            calls of ``async def`` functions do not count.
         max_nested: Nested calls that run at once.
         codec: Encodes values; register your dataclasses, enums and Structs on it.
-        resolve: Finds functions that are not registered. It gets the name and returns the function
-            or None; to tell the caller why there is none, it raises ``FunctionNotFoundError(name,
-            reason=...)``. Its ``OverloadedError`` reaches the caller as it is, another
-            ``RankwireError`` as ``RemoteError``. Other exceptions are logged, and the caller gets
-            ``FunctionNotFoundError``. The polling thread asks it at every call, so it must be quick
-            and must not call other ranks. Two calls of ``handle_request`` may ask at once. The
-            agent does not keep the function after the call.
+        resolve: Finds functions that are not registered: returns the function of a name, or None,
+            or raises ``FunctionNotFoundError(name, reason=...)``. Its ``OverloadedError`` reaches
+            the caller as it is, another ``RankwireError`` as ``RemoteError``. Other exceptions are
+            logged, and the caller gets ``FunctionNotFoundError``. The polling thread asks it at
+            every call, so it must be quick and must not call other ranks. Two calls of
+            ``handle_request`` may ask at once. The agent does not keep the function after the call.
     """
 
     def __init__(
@@ -90,14 +96,16 @@ class RpcAgent(AgentCalls, AgentFunctions):
         codec: Codec | None = None,
         resolve: Resolve | None = None,
     ) -> None:
-        _check_limits(workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
+        limits = (workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
+        if not all(isinstance(limit, Real) and limit >= 1 for limit in limits):
+            raise ConfigurationError(
+                "workers and the limits of an agent must be numbers of at least 1"
+            )
         self.backend = backend
         self._clock = backend.clock
         self.name = name
         service = _service_number(name)
-        self.timeout = (
-            backend.timeout if timeout is None else Deadline(timeout, backend.clock).limit
-        )
+        self.timeout = Deadline.of(timeout, backend.timeout, backend.clock).limit
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
         self._registry = Registry(None if resolve is None else Resolver(resolve))
@@ -144,11 +152,11 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def serve(self, *, until_lost: int | None = 0, timeout: float | None = None) -> bool:
         """Serve calls until a rank says stop, or the ranks to serve are gone.
 
-        An agent serves from construction on. This returns at the first of these events: ``stop`` on
-        any rank; SIGTERM, with which the launcher asks ranks to end (if the main thread calls this
-        and the program does not handle it); the end of this agent or its backend; the end of the
-        rank ``until_lost``; or the end of all other ranks. Calls are served until ``close``. Ctrl-C
-        raises ``KeyboardInterrupt``.
+        This returns at the first of these events: ``stop`` on any rank; SIGTERM, with which the
+        launcher asks ranks to end (if the main thread calls this and the program does not handle
+        it); the end of this agent or its backend; the end of the rank ``until_lost``; or the end of
+        all other ranks. Calls are served from construction until ``close``. Ctrl-C raises
+        ``KeyboardInterrupt``.
 
         Args:
             until_lost: The rank whose end ends serving, or None. It has no effect on that rank
@@ -175,9 +183,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def stop(self, *ranks: int, timeout: float | None = None) -> None:
         """Make ``serve`` return on some ranks; without arguments on all, this one included.
 
-        The effect is permanent, and applies to a rank that does not serve yet. This returns when
-        all of these ranks have confirmed; ranks that have left or are lost are skipped. If a rank
-        has not made its agent of this name yet, this waits for it, ``timeout`` seconds at most.
+        The effect is permanent, and applies to a rank that does not serve yet. This waits until all
+        of these ranks have made their agent of this name and confirmed, ``timeout`` seconds at
+        most; ranks that have left or are lost are skipped.
 
         Raises:
             ChannelClosedError: This agent is closed.
@@ -210,10 +218,10 @@ class RpcAgent(AgentCalls, AgentFunctions):
         return self._stop_signal.is_told
 
     def handle_request(self, call: IncomingCall) -> None:
-        """Serve one request on the calling thread and send the reply.
+        """Serve one request on the calling thread and send the reply, as serving threads do.
 
-        The serving threads do this by themselves. If the function returns a future, the reply is
-        sent when that is done. If the ``origin`` of the call is ``OWN``, this rank made it.
+        If the function returns a future, the reply is sent when that is done. If the ``origin`` of
+        the call is ``OWN``, this rank made it.
 
         Raises:
             ConfigurationError: The call has no ``origin``, so there is no place to reply to.
@@ -227,18 +235,16 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def activity(self) -> Activity:
         """Return how many calls this agent has in flight and in service.
 
-        If no agent of a world has a call in flight or in service, and on a second reading still
-        none has and ``steps`` shows that none was made in between, then no message is on its way
-        either.
+        If no agent of a world has any, and on a second reading still none has and ``steps`` shows
+        that none was made in between, then no message is on its way either.
         """
         in_flight, count = self._caller.activity()
         return Activity(in_flight, len(self._server.active), count)
 
     def close(self, grace: float = _GRACE) -> None:
-        """Close the agent. Idempotent.
+        """Refuse new calls, give running ones ``grace`` seconds, and close. Idempotent.
 
-        New calls are refused. Running ones, in both directions, have ``grace`` seconds to finish;
-        then they fail.
+        Calls in both directions that take longer fail.
         """
         self._close(grace)
 
@@ -248,7 +254,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
                 return
             deadline = Deadline(grace, self._clock)
             self._caller.closed = True
-            self._server.drain(deadline, lambda: not self._caller.is_waiting)
+            self._server.drain(deadline, lambda: not self._caller.activity()[0])
             try:
                 self._server.stop(patience, quietly=grace <= 0.0)
             finally:
@@ -261,8 +267,8 @@ class RpcAgent(AgentCalls, AgentFunctions):
             self._close(_EXIT_GRACE, _EXIT_GRACE)
 
     def _close_in_child(self) -> None:
-        self._caller.futures.close_in_child()
-        invalidate(self)
+        for mine in (*self._caller.futures.pending.values(), self):
+            invalidate(mine)
 
     def _ended_by_itself(self) -> None:
         self._server.end(patience=0.0)
@@ -296,9 +302,90 @@ class RpcAgent(AgentCalls, AgentFunctions):
         )
 
 
-def _check_limits(*limits: float) -> None:
-    if not all(isinstance(limit, Real) and limit >= 1 for limit in limits):
-        raise ConfigurationError("workers and the limits of an agent must be numbers of at least 1")
+class StopSignal:
+    """Whether an agent is to stop serving; permanent, and may be set before it serves.
+
+    Every method is safe from any thread. The signal handler only sets a flag, because it may run
+    while the main thread holds the lock of the event.
+    """
+
+    def __init__(self, backend: Backend, is_closed: Callable[[], bool]) -> None:
+        self._backend = backend
+        self._is_closed = is_closed
+        self._told = runtime.Event()
+        self.is_asked = False  # by the launcher
+        self._alone: Deadline | None = None  # for lost ranks to return
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a rank or the launcher has told this rank to stop."""
+        return self.is_asked or self._told.is_set()
+
+    def tell(self) -> None:
+        """Stop serving, permanently."""
+        self._told.set()
+
+    def wait(self, deadline: Deadline, watched: int | None) -> bool:
+        """Wait until serving ends; return False if the deadline passes first.
+
+        The end of the rank ``watched`` ends serving. Raises if that rank, or every other, is lost.
+        """
+        with self._sigterm_noted():
+            while not self._is_over(watched):
+                if deadline.expired:
+                    return False
+                patience = min(_CHECK_EVERY, deadline.sleep_limit())
+                self._backend.clock.wait(self._told, patience)
+                self._backend.mesh.read_others()
+            return True
+
+    def _is_over(self, watched: int | None) -> bool:
+        backend = self._backend
+        if self.is_told or self._is_closed() or backend.closed:
+            return True
+        others = [rank for rank in range(backend.world_size) if rank != backend.rank]
+        failures = {rank: backend.failure_of(rank) for rank in others}
+        failure = None if watched is None else failures.get(watched)
+        if failure is not None:
+            if isinstance(failure, ChannelClosedError):
+                return True
+            raise failure.copy()
+        if not others or None in failures.values():
+            self._alone = None
+            return False
+        return self._all_have_left([each for each in failures.values() if each is not None])
+
+    def _all_have_left(self, failures: Iterable[RankwireError]) -> bool:
+        backend = self._backend
+        lost = [each for each in failures if not isinstance(each, ChannelClosedError)]
+        if not lost:
+            return True
+        # No rank is left to serve; but if a launcher restarts ranks, they may return.
+        if self._alone is None:
+            self._alone = Deadline(_RETURN_WITHIN if backend.ranks_return else 0.0, backend.clock)
+        if self._alone.expired:
+            raise lost[0].copy()
+        return False
+
+    @contextmanager
+    def _sigterm_noted(self) -> Iterator[None]:
+        # Unless the program handles it itself.
+        is_main = runtime.current_thread() is runtime.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.is_asked = True
+
+        try:
+            signal.signal(signal.SIGTERM, note)
+            yield
+        finally:
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            finally:  # an interrupt may have ended the first
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _service_number(name: str) -> int:

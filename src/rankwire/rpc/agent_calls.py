@@ -178,9 +178,8 @@ class AgentCalls:
                 ``timeout``) and knows the type of the result.
             *args: Positional arguments. Arrays are sent from where they are, without a copy.
             timeout: Seconds for all of it. It travels along and limits the calls that the function
-                makes. It is never an argument of the function: if the function has a parameter of
-                this name, use ``to``. This method raises if it knows of such a parameter, because
-                the function is registered here.
+                makes. It is never an argument of the function: if that has a parameter of this
+                name, use ``to``. This raises if the function is registered here and has one.
             **kwargs: Keyword arguments.
 
         Raises:
@@ -243,7 +242,6 @@ class AgentCalls:
     ) -> Any:
         """Start a call and return its future.
 
-        The future has ``result``, ``exception``, ``cancel``, ``add_done_callback`` and ``await``.
         Arguments are as for ``rpc_sync``. They are encoded, and large ones sent, before this
         returns: you may change them afterwards. Invalid arguments raise here; errors of the network
         or the callee end the future. This waits, until the deadline, while too many calls to that
@@ -262,9 +260,9 @@ class AgentCalls:
         """Return a proxy whose methods call the functions of a rank with these settings.
 
         ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
-        ``agent.to(1, timeout=5)(add, 2, 3)`` is ``agent.rpc_sync(1, add, 2, 3, timeout=5)``, whose
-        arguments a type checker checks. All keywords of the call go to the function, ``timeout``
-        too. You may keep the object and use it for any number of calls, from any thread.
+        so is ``agent.to(1, timeout=5)(add, 2, 3)``, whose arguments a type checker checks. All
+        keywords of the call go to the function, ``timeout`` too. You may keep the object and use it
+        for any number of calls, from any thread.
 
         Args:
             dst: The rank to call.
@@ -302,10 +300,9 @@ class AgentCalls:
         return name, self._limited(limit, call), call
 
     def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
-        if timeout is None:
-            return self._limited(self.timeout, call)
-        deadline = self._limited(timeout, call)
-        self._registry.check_timeout(name)
+        deadline = self._limited(self.timeout if timeout is None else timeout, call)
+        if timeout is not None:
+            self._registry.check_timeout(name)
         return deadline
 
     def _limited(self, limit: float, call: Call | None) -> Deadline:

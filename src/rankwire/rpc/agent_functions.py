@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, overload
 
-from rankwire.errors import ConfigurationError
 from rankwire.rpc.registry import E, Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,17 +53,17 @@ class AgentFunctions:
         of its class. All methods count, inherited ones too, that are written in Python and whose
         names do not begin with an underscore; other attributes do not.
 
-        Results are sent without a copy: arrays and long byte strings in a result are read after the
-        function has returned, until the caller has them. If they change meanwhile, the caller may
-        get some of the old and some of the new. So return what does not change any more. Of an
-        array that does, return ``array.copy()``, made under the lock that guards it.
+        Arrays and long byte strings in a result are read after the function has returned, until the
+        caller has them. If they change meanwhile, the caller may get some of the old and some of
+        the new. Of an array that changes, return ``array.copy()``, made under the lock that guards
+        it.
 
-        A function may return a ``concurrent.futures.Future``, also that of another call. Then its
-        thread is free at once, and the thread that ends the future sends the reply, without waiting
-        for the caller. Any number of calls may wait so, whatever ``workers`` is. If the call's
-        deadline passes, its caller cancels it or is gone, or this agent closes, the future is
-        cancelled. A call made by a callback of the future is part of the call which its thread
-        serves, if any; in callbacks of an ``RpcFuture``, of the call in which the future was made.
+        A function may return a ``concurrent.futures.Future``, also that of another call. Then the
+        thread that ends the future sends the reply, without waiting for the caller. Any number of
+        calls may wait so, whatever ``workers`` is. If the call's deadline passes, its caller
+        cancels it or is gone, or this agent closes, the future is cancelled. A call made by a
+        callback of the future is part of the call which its thread serves, if any; in callbacks of
+        an ``RpcFuture``, of the call in which the future was made.
 
         Args:
             name: The name to call it by. The default is the function's own name, or that of the
@@ -73,11 +73,10 @@ class AgentFunctions:
             replace: Whether to replace a function or object of that name; otherwise that is an
                 error.
             copy: Whether to copy the result as soon as the function has returned, before sending.
-                Later changes then do not reach the caller. That is enough for an ``async def``
-                whose array changes on the event loop alone, as nothing else runs there between its
-                return and the copy. It is not enough if other threads change the array: a lock that
-                the function releases as it returns does not cover the copy, which takes about a
-                millisecond for 10 MB. Copy under the lock instead.
+                That is enough for an ``async def`` whose array changes on the event loop alone. It
+                is not enough if other threads change the array: a lock that the function releases
+                as it returns does not cover the copy, which takes about a millisecond for 10 MB.
+                Copy under the lock instead.
 
         Returns:
             The function or object, or a decorator.
@@ -86,26 +85,12 @@ class AgentFunctions:
             ConfigurationError: It is neither callable nor has such methods; or it has no name of
                 its own and you passed none; or the name is taken or invalid.
         """
+        add = partial(self._registry.add, replace=replace, copies=copy)
         if function is not _LEFT_OUT:
-            return self._register(name, function, replace, copy)
+            return add(name, function)
         if name is None or isinstance(name, str):
-            return lambda target: self._register(name, target, replace, copy)
-        return self._register(None, name, replace, copy)
-
-    def _register(self, name: Any, target: T, replace: bool, copy: bool) -> T:
-        if callable(target):
-            if name is None:
-                name = getattr(target, "__name__", None)
-                if not isinstance(name, str):
-                    raise ConfigurationError(
-                        f"{target!r:.200} is callable but has no name of its own; pass one: "
-                        'agent.register("name", function)'
-                    )
-            self._registry.add(name, target, replace=replace, copies=copy)
-        else:
-            name = type(target).__name__ if name is None else name
-            self._registry.add_object(name, target, replace=replace, copies=copy)
-        return target
+            return partial(add, name)
+        return add(None, name)
 
     def unregister(self, name: str) -> None:
         """Stop others from calling a function, or the methods of an object; running calls go on.
@@ -119,9 +104,9 @@ class AgentFunctions:
         """Let calls raise an exception class of your program when the callee raises it.
 
         Then ``except MyError`` around a call of this agent works, as it does for builtin exceptions
-        without this; also for classes derived from it. The exception raised is a ``RemoteError``
-        and an instance of this class, but the constructor of the class does not run, and its
-        attributes do not travel. You can use this as a decorator.
+        without this; also for classes derived from it. The exception is a ``RemoteError`` and an
+        instance of this class, but its constructor does not run, and its attributes do not travel.
+        Also a decorator.
 
         Args:
             kind: The class, an ``Exception``.

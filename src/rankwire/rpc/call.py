@@ -87,17 +87,6 @@ class Call(PublicDir):
         """
         return tuple(_pairs(self.links))
 
-    def nest_in(self, chain: Sequence[Any]) -> None:
-        """Note the encoded chain of calls that this one is nested in."""
-        self.links = chain
-        self.depth = len(chain) // 2
-
-    def note_cancelled(self, expired: bool) -> None:
-        """Set ``cancelled``; ``expired`` says that the call's time is up."""
-        if not self.cancelled:
-            self.was_late = expired or self.deadline.expired
-            self.cancelled = True
-
     def deadline_of_nested(self, deadline: Deadline) -> Deadline:
         """Return the deadline of a call made now: no later than this one's."""
         left = self.deadline.remaining()

@@ -60,11 +60,6 @@ class Caller:
         self._nested_waits = NestedWaits(server, self._inquiries.ask)
         self.futures = PendingFutures(self, self._allowance, self._inquiries)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether any call is in flight."""
-        return bool(self.futures.pending or self._port.in_flight())
-
     def activity(self) -> tuple[int, int]:
         """Return how many calls wait for a reply, and a number that every call increases."""
         return max(len(self.futures.pending), self._port.in_flight()), next(self._ids)
@@ -207,7 +202,9 @@ class Caller:
                 return reply
             self._codec.undo(message)
             self.futures.pending.pop(request_id, None)
-            self._wait_for_room(dst, name, deadline, call)
+            limit = self._max_in_flight
+            if not self._nested_waits.wait_for_room(call, self._port, dst, name, limit, deadline):
+                raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
             message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
 
     def _not_sent(self, dst: int, request_id: int, message: Message, error: BaseException) -> None:
@@ -241,11 +238,6 @@ class Caller:
         reply.withdraw()
         self._port.cancel(dst, reply.request_id)
 
-    def _wait_for_room(self, dst: int, name: str, deadline: Deadline, call: Call | None) -> None:
-        limit = self._max_in_flight
-        if not self._nested_waits.wait_for_room(call, self._port, dst, name, limit, deadline):
-            raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
-
     # -- reservations for large calls --------------------------------------------------------------
 
     def _reserve(
@@ -253,7 +245,7 @@ class Caller:
     ) -> bool:
         """Reserve queue space at the callee for a large call; return whether that took time.
 
-        If it did, the message has been undone, because the time left that it states has changed.
+        If it did, the message has been undone, because it states how much time is left.
         """
         nbytes = message[1]
         if call is not None or self._allowance.take(dst, request_id, nbytes):

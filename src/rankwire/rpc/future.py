@@ -130,9 +130,9 @@ class RpcFuture(LoggedFuture[R]):
     def _attended_condition(self, *, attends: bool = True) -> SafeCondition:
         """Return the base class's condition, and have the reply read as soon as it comes.
 
-        The first use makes it, because making one takes as long as encoding the call. Its lock is
-        not shared: ``concurrent.futures.wait`` takes those of many futures at once. Threads that
-        use the condition do not read the connection, so the reply must be read early.
+        The first use makes it, which takes as long as encoding a call. Its lock is not shared:
+        ``concurrent.futures.wait`` takes those of many futures at once. Threads that use it do not
+        read the connection, so the reply must be read early.
         """
         if self._made is None:
             made = SafeCondition()
@@ -143,8 +143,7 @@ class RpcFuture(LoggedFuture[R]):
                 self.attend()
         return self._made
 
-    # An attribute to type checkers, as in the base class: ``as_completed`` is declared to take only
-    # futures whose condition can be assigned.
+    # An attribute to type checkers, because ``as_completed`` needs a condition to be assignable.
     _condition: runtime.Condition = property(_attended_condition)  # type: ignore[assignment]
 
     def result(self, timeout: float | None = None) -> R:
@@ -237,8 +236,8 @@ class RpcFuture(LoggedFuture[R]):
     def on_reply(self, receive: Receive) -> None:
         """End the future: its reply, or the peer's failure, has come.
 
-        The thread that made the call and the thread that reads the reply may both call this. Only
-        one may decode the reply, because hooks have effects.
+        The caller and the thread that reads the reply may both call this, but only one may decode
+        it, because hooks have effects.
         """
         visit = object()
         try:

@@ -19,7 +19,6 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.fork import invalidate
 from rankwire.rpc.call_inquiries import CallInquiries, Explain
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import decode_reply
@@ -119,11 +118,6 @@ class PendingFutures:
         cause = ChannelClosedError("this agent is closed")
         for future in list(self.pending.values()):
             self.fail(future, cause.copy())
-
-    def close_in_child(self) -> None:
-        """Disown the futures in a forked child."""
-        for future in list(self.pending.values()):
-            invalidate(future)
 
     def _expire_late(self) -> None:
         if not self._next_check.expired:

@@ -12,11 +12,11 @@ was slow the last time, or makes a call itself   the standby, before the functio
 still runs at the second check, 1 ms later       the standby, which takes the role
 ===============================================  ==========================================
 
-The standby is an idle worker that checks the poller every millisecond while there is traffic, and
-sleeps otherwise. A third worker starts only when the standby has become the poller. At most
-``workers`` calls of depth 0 run at once; more wait in a bounded queue. Nested calls (depth 1 and
-more) get threads of their own, up to ``max_nested``, because nested calls that share a bounded pool
-deadlock. Beyond a limit a call is refused.
+The standby is an idle worker that checks the poller every millisecond while there is traffic. A
+third worker starts only when the standby has become the poller. At most ``workers`` calls of depth
+0 run at once; more wait in a bounded queue. Nested calls get threads of their own, up to
+``max_nested``, because nested calls that share a bounded pool deadlock. Beyond a limit a call is
+refused.
 
 Lock: ``JobQueue.mutex`` guards roles, counts and queues. No thread polls, runs or replies under it.
 """
@@ -93,7 +93,7 @@ class Worker:
         self.wakeup.acquire()
 
     def wake(self) -> None:
-        """Wake the thread. A second call before it wakes has no effect."""
+        """Wake the thread. Idempotent until it wakes."""
         if self.wakeup.locked():
             self.wakeup.release()
 
@@ -231,7 +231,7 @@ class Pool:
         return not any(thread.is_alive() for thread in threads)
 
     def close_in_child(self) -> None:
-        """End in a forked child: a function that has forked returns to its serving thread there."""
+        """End in a forked child, to which a function that has forked returns."""
         self._mutex = self.queue.mutex = runtime.Lock()
         self._closing = True
 

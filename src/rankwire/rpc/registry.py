@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial, partialmethod
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from rankwire.texts import class_name
 
 _MAX_NAME = 1024
 
+T = TypeVar("T")
 Resolve = Callable[[str], Callable[..., Any] | None]
 
 
@@ -163,41 +164,31 @@ class Registry:
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()
 
-    def add(
-        self, name: str, target: Callable[..., Any], *, replace: bool, copies: bool = False
-    ) -> None:
-        """Register a function; raises ``ConfigurationError``."""
-        if not callable(target):
-            raise ConfigurationError(f"{name!r} needs a function, not {type(target).__name__}")
-        self._add({name: target}, replace=replace, copies=copies)
+    def add(self, name: Any, thing: T, *, replace: bool, copies: bool = False) -> T:
+        """Register a function, or all public methods of an object as ``name.method``; return it.
 
-    def add_object(self, name: str, thing: object, *, replace: bool, copies: bool = False) -> None:
-        """Register all public methods of an object as ``name.method``, or none of them.
-
-        With ``replace``, methods of the former object of that name are removed.
+        Without a name, use its own or that of the object's class. With ``replace``, methods of the
+        former object of that name are removed. Raises ``ConfigurationError``, and then registers
+        none of them.
         """
-        methods = exposed_methods(thing)
-        if not methods:
-            raise ConfigurationError(
-                f"{thing!r:.200} cannot be registered: it is no function, and an object of type "
-                f"{type(thing).__name__} has no public methods written in Python"
-            )
-        targets = {f"{name}.{method}": target for method, target in methods.items()}
-        self._add(targets, replace=replace, copies=copies, owner=name)
-
-    def _add(
-        self,
-        targets: Mapping[str, Callable[..., Any]],
-        *,
-        replace: bool,
-        copies: bool,
-        owner: str | None = None,
-    ) -> None:
-        for name in (*targets, *([] if owner is None else [owner])):
-            if not is_name(name):
+        owner = None
+        targets: dict[Any, Callable[..., Any]]
+        if callable(thing):
+            targets = {_own_name(thing) if name is None else name: thing}
+        else:
+            name = owner = type(thing).__name__ if name is None else name
+            methods = exposed_methods(thing)
+            targets = {f"{name}.{method}": target for method, target in methods.items()}
+            if not targets:
+                raise ConfigurationError(
+                    f"{thing!r:.200} cannot be registered: it is no function, and an object of type"
+                    f" {type(thing).__name__} has no public methods written in Python"
+                )
+        for each in (*targets, *([] if owner is None else [owner])):
+            if not is_name(each):
                 raise ConfigurationError(
                     f"a function's name is printable text of 1 to {_MAX_NAME} characters, "
-                    f"not {name!r}"
+                    f"not {each!r}"
                 )
         with self._lock:
             taken = sorted(name for name in targets if name in self.functions)
@@ -210,6 +201,7 @@ class Registry:
                 name: Function(name, target, copies=copies, owner=owner)
                 for name, target in targets.items()
             }
+        return thing
 
     def remove(self, name: str) -> None:
         """Unregister a function or all methods of an object; raises ``FunctionNotFoundError``."""
@@ -250,6 +242,16 @@ class Registry:
                 f"agent.to(rank, timeout=...)({name!r}, ...) sets the timeout of the call, "
                 f"agent.to(rank)({name!r}, ..., timeout=...) passes it to the function"
             )
+
+
+def _own_name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"{function!r:.200} is callable but has no name of its own; pass one: "
+            'agent.register("name", function)'
+        )
+    return name
 
 
 def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:

@@ -1,8 +1,8 @@
 """Reserve queue space at a callee for large calls, so that the bytes that wait there are bounded.
 
-The number of small calls is limited. Of larger ones a caller has at most ``UNRESERVED_NBYTES`` in
-flight to one rank without a reservation; before it sends more it requests one (``RESERVE``), and
-its thread waits until its deadline. The callee grants them in order, when there is space.
+A caller has at most ``UNRESERVED_NBYTES`` of large calls in flight to one rank without a
+reservation. Before it sends more, its thread requests one (``RESERVE``) and waits until its
+deadline; the callee grants them in order, when there is space.
 
 ====================  ===========================  ===================================
 a large call is       event                        next
@@ -14,8 +14,8 @@ requested, granted    a worker takes it; its       released: the space goes to o
 without reservation   it arrives                   counted for its caller alone
 ====================  ===========================  ===================================
 
-Nested calls neither reserve nor count: they do not wait for workers, and waiting for space could
-deadlock, because the functions that free it may wait for it themselves.
+Nested calls neither reserve nor count: they do not wait for workers, and the functions that free
+space may wait for it themselves, which would deadlock.
 
 Locks: ``Reservations._lock``, then ``Allowance._lock``. No thread waits or sends under them.
 """
@@ -30,14 +30,12 @@ from typing import Any, NamedTuple
 from rankwire import runtime
 from rankwire.errors import InvalidMessageError
 
-# Called like a function; no function can be registered by this name. Its arguments are the id of
-# the call to come and its size.
+# Called like a function, with the id of the call to come and its size.
 RESERVE = "\0room"
 
 DEFAULT_QUEUED_NBYTES = 256 << 20
 SMALL_NBYTES = 64 << 10  # of smaller calls only the number is limited
-# Enough to keep a callee busy: a caller that sends more waits for a round trip of some 25 us, which
-# is short compared with sending it.
+# Enough to keep a callee busy: a round trip of some 25 us is short compared with sending more.
 UNRESERVED_NBYTES = 8 << 20
 # Calls may still wait here that their caller has cancelled, while the cancel is on its way.
 _MOST_UNRESERVED_NBYTES = 4 * UNRESERVED_NBYTES
@@ -57,13 +55,13 @@ class Allowance:
     """Bytes in flight without a reservation, to or from each rank. Safe from any thread.
 
     If an interrupt falls between taking bytes and noting it, they stay taken: then the caller makes
-    more reservations. ``taken`` has the rank and the size of each call, by its id.
+    more reservations.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = runtime.Lock()
-        self.taken: dict[Hashable, tuple[int, int]] = {}
+        self.taken: dict[Hashable, tuple[int, int]] = {}  # rank and size, by id
         self._nbytes: Counter[int] = Counter()  # by rank
 
     def take(self, rank: int, call: Hashable, nbytes: int) -> bool:

@@ -7,14 +7,17 @@ result.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
+from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError
+from rankwire.fork import guard
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.call import Call, serving
 from rankwire.rpc.messages import Outcome, Request
@@ -24,7 +27,7 @@ from rankwire.texts import one_of
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
-    from asyncio import Task
+    import asyncio
 
     from rankwire.rpc.pool import Worker
     from rankwire.rpc.replies import DeferredReply
@@ -33,12 +36,13 @@ if TYPE_CHECKING:
 _SLOW = 0.001
 _FAST = 0.0002
 _SMALL_REPLY = 65536
+_CLOSE_PATIENCE = 1.0  # seconds for the tasks of the event loop to end
 
 
 class ServedCall(Call):
     """An accepted call, which is one of ``server.active``; a ``pool.Job``."""
 
-    task: Task[None] | None = None  # runs it on the event loop
+    task: asyncio.Task[None] | None = None  # runs it on the event loop
     deferred: DeferredReply | None = None  # if the function has returned a future
     _holds_space = False
 
@@ -54,7 +58,8 @@ class ServedCall(Call):
         self.function = function
         self.incoming = incoming
         if request.chain:
-            self.nest_in(request.chain)
+            self.links = request.chain
+            self.depth = len(request.chain) // 2
         elif len(incoming.payload) > SMALL_NBYTES:
             self._holds_space = True
         server.active[src, incoming.request_id] = self
@@ -108,7 +113,7 @@ class ServedCall(Call):
         try:
             server.replies.send(self.incoming, message, self.deadline, hold)
             if hold and not server.pool.is_poller(worker):
-                server.flush()
+                server.port.flush()
         finally:
             server.active.pop((self.src, self.incoming.request_id), None)
 
@@ -228,7 +233,9 @@ class ServedCall(Call):
 
     def cancel(self, *, expired: bool = False) -> None:
         """Set ``cancelled`` and cancel the task; ``cancel_pending`` may take longer."""
-        self.note_cancelled(expired)
+        if not self.cancelled:
+            self.was_late = expired or self.deadline.expired
+            self.cancelled = True
         if self._holds_space:  # it has not begun: free the arguments
             self._request = None
             self.incoming.payload = bytearray()
@@ -242,3 +249,100 @@ class ServedCall(Call):
         if self.deferred is not None:
             self.deferred.give_up()
         self.give_up_nested()
+
+
+class EventLoop:
+    """One event loop in one thread, for functions that are ``async def``; safe from any thread.
+
+    The first call of one starts it and imports asyncio, which takes as long as importing this
+    package.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = runtime.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: runtime.Thread | None = None
+        self._closed = False
+        self._is_in_child = False
+        guard(self)
+
+    @property
+    def ident(self) -> int | None:
+        """The identifier of its thread, once it runs."""
+        return None if self._thread is None else self._thread.ident
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, None]], call: ServedCall) -> bool:
+        """Start a coroutine and set ``call.task``; return False if the loop is closed."""
+        loop = self._running_loop()
+        if loop is None:
+            return False
+
+        def start() -> None:
+            call.task = loop.create_task(make())
+
+        try:
+            loop.call_soon_threadsafe(start)
+        except RuntimeError:  # the loop has just closed
+            return False
+        return True
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop | None:
+        with self._lock:
+            if self._closed:
+                return None
+            if self._loop is None:
+                self._loop = runtime.new_event_loop()
+                self._thread = runtime.Thread(
+                    target=self._run_loop,
+                    args=(self._loop,),
+                    name="rankwire-event-loop",
+                    daemon=True,
+                )
+                self._thread.start()
+            return self._loop
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            if not self._is_in_child:
+                _end(loop)
+
+    def close_in_child(self) -> None:
+        """Stop in a forked child, where the loop shares its selector with the parent's."""
+        self._is_in_child = True
+        if self._loop is not None:
+            self._loop.stop()
+
+    def close(self, patience: float = _CLOSE_PATIENCE) -> None:
+        """Cancel all tasks and end the thread; wait up to ``patience`` s for it. Idempotent."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+            self._loop = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            # A coroutine may close the agent that serves it.
+            if thread is not runtime.current_thread():
+                self._clock.join(thread, patience)
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    import asyncio
+
+    loop.run_until_complete(asyncio.sleep(0))  # starts tasks that were submitted before the stop
+    while tasks := sorted(asyncio.all_tasks(loop), key=_order):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def _order(task: asyncio.Task[Any]) -> tuple[int, str]:
+    # By age, as their names sort: Task-9, Task-10.
+    return len(task.get_name()), task.get_name()

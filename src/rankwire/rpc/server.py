@@ -30,7 +30,6 @@ from rankwire.mesh.calls import (
 from rankwire.rpc.call import Call, describe_chain, serving
 from rankwire.rpc.call_cycles import pack, unpack_keys
 from rankwire.rpc.call_inquiries import INQUIRY, ServedCalls
-from rankwire.rpc.event_loop import EventLoop
 from rankwire.rpc.messages import (
     Outcome,
     Request,
@@ -42,7 +41,7 @@ from rankwire.rpc.pool import Job, JobSource, Limits, Pool, Worker
 from rankwire.rpc.registry import Function, Registry
 from rankwire.rpc.replies import Replies
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, Reservations, unpack_reservation
-from rankwire.rpc.served_call import ServedCall
+from rankwire.rpc.served_call import EventLoop, ServedCall
 from rankwire.wire.frames import Message
 
 _log = logging.getLogger("rankwire")
@@ -68,7 +67,7 @@ class Server:
     ) -> None:
         self._backend = backend
         self.clock = backend.clock
-        self._port = port
+        self.port = port
         self.registry = registry
         self._codec = codec
         self._draining = False
@@ -95,14 +94,13 @@ class Server:
 
     def _poll(self) -> list[Job]:
         jobs: list[Job] = []
-        for event in self._port.poll():
+        for event in self.port.poll():
             if event.__class__ is IncomingCall:
                 try:
                     job = self._accept(event)
                 except Exception as error:  # a defect must not lose the other calls of this poll
                     _log.exception("a call from rank %d could not be accepted", event.src)
-                    self._release_space(event)
-                    self.replies.send_at_once(event, self.replies.error(error))
+                    self._refuse(event, self.replies.error(error))
                     continue
                 if job is not None:
                     jobs.append(job)
@@ -124,10 +122,7 @@ class Server:
         try:
             request = decode_request(self._codec, call.payload, call.src)
         except InvalidMessageError as error:
-            self._release_space(call)
-            self.replies.send_at_once(
-                call, self.replies.refusal(Outcome.BAD_REQUEST, error.message)
-            )
+            self._refuse(call, self.replies.refusal(Outcome.BAD_REQUEST, error.message))
             return None
         function = self.registry.functions.get(request.name)
         is_large = len(call.payload) > SMALL_NBYTES
@@ -140,10 +135,14 @@ class Server:
             refusal = self._beyond_limits(call, request, is_large)
             if refusal is None:
                 return ServedCall(self, call, request, function)
-        self._release_space(call)
-        if refusal is not None:
-            self.replies.send_at_once(call, refusal)
+        self._refuse(call, refusal)
         return None
+
+    def _refuse(self, call: IncomingCall, reply: Message | None) -> None:
+        if (call.src, call.request_id) not in self.active:  # its id is not in use
+            self.reservations.release(call.src, call.request_id)
+        if reply is not None:
+            self.replies.send_at_once(call, reply)
 
     def _answer_or_resolve(
         self, call: IncomingCall, request: Request, function: Function | None
@@ -189,11 +188,6 @@ class Server:
                 return self.replies.refusal(Outcome.OVERLOADED, reason)
         return None
 
-    def _release_space(self, call: IncomingCall) -> None:
-        """Free the queue space of a call that is not served, unless its id is in use."""
-        if (call.src, call.request_id) not in self.active:
-            self.reservations.release(call.src, call.request_id)
-
     def _reserve(self, call: IncomingCall, request: Request) -> Message | None:
         try:
             request_id, nbytes = unpack_reservation(request.args, self._backend.max_message_nbytes)
@@ -207,10 +201,6 @@ class Server:
         if self.reservations.request(call.src, request_id, nbytes, call.origin, answer):
             return None
         return self.replies.refusal(Outcome.OVERLOADED, "too many callers wait for queue space")
-
-    def flush(self) -> None:
-        """Send the replies that were held back."""
-        self._port.flush()
 
     def run_soon(self, errand: Callable[[], None]) -> None:
         """Run a function on a serving thread, because it may take long."""
@@ -226,7 +216,7 @@ class Server:
             self.reservations.release(event.src, event.request_id)
 
     def _cancel_job(self, job: ServedCall, *, expired: bool = False) -> None:
-        self._port.drop_reply(job.incoming)
+        self.port.drop_reply(job.incoming)
         job.cancel(expired=expired)
         if self.pool.queue.take_back(job):  # free its place for other calls
             job.run(None)  # which only replies
