@@ -2,9 +2,8 @@
 
 A description is a msgpack array of dtype, order and shape; the bytes travel beside it, copied only
 if the array has gaps. A received description is checked before numpy sees it, and its dtype comes
-from a closed list without objects (``structured`` has dtypes with fields). Tensors are described
-like arrays (``tensors``). ``holds_references`` finds buffers of addresses, which are never sent:
-they mean nothing in another process, and using one there would end it.
+from a closed list without objects. Buffers of addresses are never sent (``holds_references``):
+using one in another process would end it.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class ArrayHead(NamedTuple):
 
 
 def is_plain_array(value: object) -> bool:
-    """Return whether a value is an array without further content.
-
-    Other subclasses have more, such as a mask.
-    """
+    """Return whether a value is an array without further content, such as a mask."""
     return type(value) is np.ndarray or type(value) is np.memmap
 
 
@@ -154,10 +150,10 @@ def checked_head(dtype: DType, shape: list[Any], is_fortran: bool) -> ArrayHead:
 def check_strided(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], payload: bytearray, start: int
 ) -> None:
-    """Refuse bytes, at these strides, that would make numpy or torch misbehave later.
+    """Refuse bytes that would make numpy or torch misbehave later.
 
-    A bool must be 0 or 1: other values are undefined behaviour in C++. A character must exist:
-    numpy raises ``SystemError`` when it reads another.
+    A bool other than 0 or 1 is undefined behaviour in C++. numpy raises ``SystemError`` when it
+    reads a character that does not exist.
     """
     if dtype.kind not in "bU" or not math.prod(shape):
         return

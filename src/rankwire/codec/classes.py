@@ -112,7 +112,7 @@ class ClassTable:
     """Registered classes by class, for encoding, and by name, for decoding.
 
     Registering is safe while other threads look up classes: each table changes by one assignment.
-    ``shared`` is a second table to look in, also for classes that are added to it later.
+    ``shared`` is a second table to look in.
     """
 
     def __init__(self, shared: ClassTable | None = None) -> None:

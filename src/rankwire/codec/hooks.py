@@ -1,8 +1,7 @@
 """Hooks: the user's own way to take instances of a class apart and to build them again.
 
-``take`` returns what is sent in place of an instance; ``build`` makes an instance of it at the
-other end. What ``take`` did, such as counting references, can be undone if its message does not
-leave: by the codec while it encodes, and by the sender afterwards.
+What ``take`` did, such as counting references, can be undone if its message does not leave: by the
+codec while it encodes, and by the sender afterwards.
 """
 
 from __future__ import annotations

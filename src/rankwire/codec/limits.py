@@ -58,7 +58,7 @@ _MAX_EQUAL_HASHES = 128
 MIN_SCANNED_NBYTES = 1024
 
 # Steps of comparing per message: 10 to 20 ns each, so at most half a second for a megabyte. The
-# free steps are enough for any 4 kB.
+# free ones are enough for any 4 kB.
 _FREE_STEPS = 1 << 18
 _STEPS_PER_BYTE = 32
 _BYTES_PER_STEP = 64  # of equal strings
@@ -81,8 +81,7 @@ _SINGLE: frozenset[type] = frozenset(
 _QUICK = _HASHED_SAFELY | _SINGLE | {int}
 
 _MAP16, _MAP32 = 0xDE, 0xDF
-# Tokens of a fixed length, frequent ones first; fixmap is among them. First without
-# longer maps.
+# Tokens of a fixed length, frequent ones first; the first pattern has only the short maps.
 _RARE_TOKENS = (
     rb"|[\xcc\xd0].|[\xcf\xd3].{8}|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
     + b"|".join(b"%c.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(1, 32))
@@ -153,12 +152,11 @@ class KeyCheck:
     turn, the work is bounded over the whole message.
 
     The bound: each value has a *weight*, and comparing two values takes at most the mean of their
-    weights in steps. A single value weighs what it takes to compare it with the costliest value
-    of any other type. A sequence weighs the sum of its items, since items are compared in pairs. A
-    set of n members weighs n / 2 times their sum: only sets of one size are compared, and if all
-    members have one hash, each meets half of the other set on average before it is found. So g
-    keys of one hash, which are g * (g - 1) / 2 pairs, take at most (g - 1) / 2 times the sum of
-    their weights. A message has a budget for that.
+    weights in steps. A single value weighs what it takes to compare it with the costliest value of
+    any other type. A sequence weighs the sum of its items. A set of n members weighs n / 2 times
+    their sum: only sets of one size are compared, and if all members have one hash, each meets half
+    of the other set on average before it is found. So g keys of one hash, which are g * (g - 1) / 2
+    pairs, take at most (g - 1) / 2 times the sum of their weights. A message has a budget for that.
 
     Args:
         nbytes: The length of the message's head.

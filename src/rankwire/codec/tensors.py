@@ -1,9 +1,8 @@
 """torch tensors, parameters and constants as a short description and their bytes, like ``arrays``.
 
 A description is a msgpack array of torch's name for the dtype, from a closed list, and the shape;
-a parameter's begins with whether it requires a gradient. Dtypes, devices, layouts and memory
-formats travel by kind and name. Sending never imports torch, since a program that holds a tensor
-has; receiving does.
+a parameter's begins with whether it requires a gradient. Sending never imports torch; receiving
+does.
 
 Arrays on a tensor's memory are never made by ``tensor.numpy()``: after that torch refuses to resize
 the storage, and programs that free their parameters between two uses fail.
@@ -212,7 +211,7 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
     """Return an array on the memory of a dense tensor of the CPU; None if its memory is too small.
 
     Lazy views are not resolved. The array is read-only if elements share memory, as in an expanded
-    tensor. ``carrier`` is its dtype, of the same size as the tensor's.
+    tensor.
     """
     shape, reach = tuple(tensor.shape), tensor.numel()
     if not reach:  # it need not have an address
@@ -247,11 +246,7 @@ def bytes_of(tensor: Any) -> memoryview | None:
 
 
 class _HeldMemory:
-    """The memory of a tensor. Arrays on it hold this object and so the storage.
-
-    It does not hold the tensor, which may get another storage while a message leaves (``p.data =
-    ...``).
-    """
+    """Holds the storage for arrays on it: the tensor may get another one while a message leaves."""
 
     __slots__ = ("__array_interface__", "storage")
 

@@ -31,8 +31,8 @@ Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
 class Reader:
     """Decodes the extensions of one payload, and takes the buffers beside its head in their order.
 
-    Extensions nest as deep as the writer allows. Native lists and maps are limited only by the
-    interpreter's recursion limit: counting them would take longer than decoding them.
+    Native lists and maps nest up to the interpreter's recursion limit: counting them would take
+    longer than decoding them.
 
     ``position`` is where the head ends; after reading it must be the end of the payload. Without
     ``pickle`` (the module), pickles are refused.
@@ -105,8 +105,7 @@ class Reader:
     def refuse_odd_keys(self) -> None:
         """Refuse native maps with extensions as keys in all bodies that are being decoded.
 
-        No writer makes them. msgspec would compare the keys without a check, and the callers decode
-        values that take long to compare.
+        No writer makes them, and msgspec would compare such keys without a check.
         """
         while self._open:
             limits.refuse_extensions_as_keys(self._open.pop())

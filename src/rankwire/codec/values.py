@@ -2,10 +2,9 @@
 
 msgspec would encode tuples, dates, enums and more as the nearest msgpack type, so they would arrive
 as another type. So a ``Writer`` walks a value first. It passes *plain* values on to msgspec, which
-carries them exactly and at C speed, and *lowers* the others to msgpack extensions. A ``Reader``
-*lifts* them again. The body of a tuple, set, dict or record is msgpack too. The reader takes the
-buffers beside the head in the order in which the writer put them there. The items of collections
-travel like those of a list or dict, followed by what else they have (``KEYED``).
+carries them exactly and at C speed, and *lowers* the others to msgpack extensions, which a
+``Reader`` *lifts* again. The body of a tuple, set, dict or record is msgpack too. The reader takes
+the buffers beside the head in the order in which the writer put them there.
 """
 
 from __future__ import annotations
