@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from rankwire.codec import codec as codec_module
@@ -262,14 +260,6 @@ def test_what_build_refuses_on_purpose_keeps_its_text(error):
     assert caught.value.message == error.message
 
 
-def test_an_interrupt_in_build_is_not_a_refusal():
-    payload = payload_of(keyed(Codec()), Handle(1))
-    other = Codec()
-    other.register(Handle, name="h", take=id, build=failing(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        other.decode(payload)
-
-
 @pytest.mark.parametrize(
     "body", [["h"], ["h", 1, 2], ["other", 1], [1, 1], [["h"], 1], {"h": 1}, "h", None, []]
 )
@@ -301,14 +291,6 @@ def test_in_long_heads_a_hooked_value_is_no_key_of_a_native_map():
     payload = bytearray(len(head).to_bytes(4, "little") + head)
     with pytest.raises(InvalidMessageError, match="an extension as a key of a native map"):
         keyed(Codec()).decode(payload)
-
-
-@given(st.binary(max_size=64))
-def test_any_body_gives_a_value_or_the_one_error(body):
-    try:
-        keyed(Codec()).decode(forge(Ext(Code.HOOKED, body)))
-    except InvalidMessageError:
-        pass
 
 
 # -- undoing ---------------------------------------------------------------------------------------

@@ -231,12 +231,3 @@ def test_any_carried_dtype_arrives_equal(fields, shape, align):
     assert arrived.dtype == array.dtype
     assert arrived.shape == array.shape
     assert not any(memory_of(arrived))
-
-
-@given(st.binary(max_size=60), st.binary(max_size=40))
-def test_any_body_gives_an_array_or_the_one_error(body, elements):
-    packed = msgspec.msgpack.encode(Ext(Code.STRUCTURED_ARRAY, body))
-    try:
-        Codec().decode(bytearray(len(packed).to_bytes(4, "little") + packed + elements))
-    except InvalidMessageError:
-        pass

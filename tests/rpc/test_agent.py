@@ -29,16 +29,14 @@ from rankwire.rpc import call_inquiries
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, Channel
 from real_time import Deadline
+from rpc.agents import agents_of
 from worlds import eventually
 
 
 @pytest.fixture
 def agents():
-    with tcp_world(2) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with tcp_world(2) as world, agents_of(world, 2.0) as agents:
         yield agents
-        for agent in agents:
-            agent.close(grace=2.0)
 
 
 def test_the_default_message_limit_is_one_gibibyte(agents):
@@ -160,12 +158,9 @@ def test_arguments_are_sent_before_rpc_async_returns(agents):
 
 def test_a_codec_may_be_shared():
     codec = Codec(types=[Colour])
-    with tcp_world(2) as world:
-        agents = [RpcAgent(backend, codec=codec) for backend in world]
+    with tcp_world(2) as world, agents_of(world, codec=codec) as agents:
         agents[1].register("same", lambda x: x)
         assert agents[0].rpc_sync(1, "same", Colour.RED) is Colour.RED
-        for agent in agents:
-            agent.close()
 
 
 def test_calls_wait_for_an_agent_that_starts_later():
@@ -182,8 +177,7 @@ def test_calls_wait_for_an_agent_that_starts_later():
 
 
 def test_a_spoofed_reply_from_another_peer_is_ignored():
-    with tcp_world(3) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with tcp_world(3) as world, agents_of(world) as agents:
         go_on = threading.Event()
         agents[1].register("wait", lambda: go_on.wait(10) and "genuine")
         agents[2].register("hello", lambda: "from 2")
@@ -197,8 +191,6 @@ def test_a_spoofed_reply_from_another_peer_is_ignored():
         assert not future.done()
         go_on.set()
         assert future.result(10) == "genuine"
-        for agent in agents:
-            agent.close()
 
 
 def test_too_many_calls_in_flight_wait_and_then_fail():
@@ -300,8 +292,7 @@ def test_a_rank_that_fails_says_why_before_its_coroutines_are_answered(monkeypat
         started.set()
         await asyncio.sleep(60)
 
-    with tcp_world(2) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with tcp_world(2) as world, agents_of(world, 0) as agents:
         agents[1].register("wait", wait)
         future = agents[0].rpc_async(1, "wait")
         assert started.wait(10)
@@ -317,8 +308,6 @@ def test_a_rank_that_fails_says_why_before_its_coroutines_are_answered(monkeypat
         error = future.exception(10)
         assert isinstance(error, PeerLostError)
         assert "boom" in error.reason
-        for agent in agents:
-            agent.close(grace=0)
 
 
 def test_an_async_function_that_is_called_when_its_agent_has_ended_starts_no_thread():

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rankwire import ConfigurationError, DeadlineExceededError, RpcAgent, RpcFuture, current_call
+from rankwire import ConfigurationError, DeadlineExceededError, RpcFuture, current_call
 from rankwire.errors import InvalidRankError
 from rankwire.testing import simulated_world
+from rpc.agents import agents_of
 
 
 def patient(value, timeout=30):
@@ -17,11 +18,8 @@ def plain(value):
 
 @pytest.fixture
 def agents():
-    with simulated_world(2) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with simulated_world(2) as world, agents_of(world) as agents:
         yield agents
-        for agent in agents:
-            agent.close()
 
 
 def test_settings_given_to_a_rank_leave_all_keywords_to_the_function(agents):

@@ -4,10 +4,11 @@ import threading
 
 import pytest
 
-from rankwire import CallCancelledError, DeadlineExceededError, RpcAgent
+from rankwire import CallCancelledError, DeadlineExceededError
 from rankwire.rpc.call import Call, current_call, describe_chain, serving
 from rankwire.testing import simulated_world, sub_world, tcp_world
 from real_time import Deadline
+from rpc.agents import agents_of
 from worlds import PATIENCE, eventually
 
 
@@ -69,11 +70,8 @@ class Function:
     params=[simulated_world, tcp_world, sub_world(tcp_world)], ids=["simulated", "tcp", "sub"]
 )
 def agents(request):
-    with request.param(2) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with request.param(2) as world, agents_of(world, 0.5) as agents:
         yield agents
-        for agent in agents:
-            agent.close(grace=0.5)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from rankwire import (
 from rankwire.mesh.calls import OWN, IncomingCall
 from rankwire.rpc.messages import encode_request
 from rankwire.testing import in_parallel, simulated_world, tcp_world
+from rpc.agents import agents_of
 from rpc.callee import SOON, WORLDS, pair
 from worlds import (
     PATIENCE,
@@ -77,11 +78,8 @@ class Waiting:
 
 @pytest.fixture(params=[simulated_world, tcp_world], ids=["simulated", "tcp"])
 def agents(request):
-    with request.param(2) as world:
-        agents = [RpcAgent(backend, workers=1) for backend in world]
+    with request.param(2) as world, agents_of(world, 0.5, workers=1) as agents:
         yield agents
-        for agent in agents:
-            agent.close(grace=0.5)
 
 
 @pytest.fixture

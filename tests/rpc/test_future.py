@@ -12,15 +12,15 @@ import weakref
 
 import pytest
 
-from rankwire import DeadlineExceededError, RemoteError, RpcAgent
+from rankwire import DeadlineExceededError, RemoteError
 from rankwire.testing import simulated_world, tcp_world
+from rpc.agents import agents_of
 from worlds import Running, eventually
 
 
 @pytest.fixture(params=[simulated_world, tcp_world], ids=["simulated", "tcp"])
 def agents(request):
-    with request.param(2) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with request.param(2) as world, agents_of(world, 2.0) as agents:
         agents[1].register("add", lambda a, b: a + b)
         go_on = threading.Event()
         agents[0].go_on = go_on
@@ -29,8 +29,6 @@ def agents(request):
         assert agents[0].rpc_sync(1, "add", 1, 1) == 2  # they are connected
         yield agents
         go_on.set()
-        for agent in agents:
-            agent.close(grace=2.0)
 
 
 def test_as_completed_works_although_no_thread_waits_for_a_result(agents):

@@ -13,10 +13,10 @@ from rankwire import (
     PeerLostError,
     RankwireError,
     RemoteError,
-    RpcAgent,
 )
 from rankwire.rpc.registry import RemoteErrors
 from rankwire.testing import simulated_world
+from rpc.agents import agents_of
 
 NEVER = [
     "SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException", "StopIteration",
@@ -146,13 +146,10 @@ def test_a_name_has_one_class():
 
 @pytest.fixture
 def agents():
-    with simulated_world(3) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with simulated_world(3) as world, agents_of(world) as agents:
         for agent in agents:
             agent.register("fail", fail)
         yield agents
-        for agent in agents:
-            agent.close()
 
 
 def fail(kind):

@@ -453,25 +453,6 @@ def test_closing_the_backend_ends_a_call_that_is_about_to_sleep(world, monkeypat
 # -- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [tcp_world, simulated_world])
-def test_a_long_error_text_fits_the_message_limit(make):
-    with make(2, max_message_nbytes=10_000) as world:
-        agents = [RpcAgent(backend) for backend in world]
-
-        def fail():
-            raise ValueError("x" * 50_000)
-
-        agents[1].register("fail", fail)
-        agents[1].register("fine", lambda: "fine")
-        error = error_of(agents[0].rpc_sync, 1, "fail", timeout=PATIENCE)
-        after = error_of(agents[0].rpc_sync, 1, "fine", timeout=PATIENCE)
-        for agent in agents:
-            agent.close(0.0)
-        assert isinstance(error, RemoteError), repr(error)
-        assert error.remote_type == "ValueError"
-        assert after == "fine"
-
-
 @pytest.mark.fault(45, "an agent that closes refuses calls, which then have not run")
 def test_a_call_refused_by_a_closing_agent_has_not_run(agents):
     caller, callee = agents

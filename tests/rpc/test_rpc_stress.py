@@ -8,6 +8,7 @@ import pytest
 
 from rankwire import PeerLostError, RpcAgent
 from rankwire.testing import in_parallel, run_ranks, simulated_world, tcp_world
+from rpc.agents import agents_of
 from worlds import eventually, process_world, runtime_folder_of_its_own
 
 WORKERS = 4
@@ -17,11 +18,8 @@ WORKERS = 4
 def agents(request):
     make = simulated_world if request.param == "simulated" else tcp_world
     options = {} if request.param == "simulated" else {"transport": request.param}
-    with make(2, **options) as world:
-        agents = [RpcAgent(backend, workers=WORKERS) for backend in world]
+    with make(2, **options) as world, agents_of(world, workers=WORKERS) as agents:
         yield agents
-        for agent in agents:
-            agent.close(grace=5.0)
 
 
 @pytest.mark.fault(40, "each reply reaches the thread that called, however many call")

@@ -16,17 +16,15 @@ from rankwire import (
     RpcAgent,
 )
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
+from rpc.agents import agents_of
 
 WORLDS = [tcp_world, simulated_world, sub_world(tcp_world)]
 
 
 @pytest.fixture(params=WORLDS, ids=["tcp", "simulated", "sub"])
 def agents(request):
-    with request.param(3) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with request.param(3) as world, agents_of(world, 0) as agents:
         yield agents
-        for agent in agents:
-            agent.close(grace=0)
 
 
 @pytest.fixture
@@ -101,8 +99,7 @@ def test_many_threads_of_all_ranks_may_serve_and_stop_at_once(agents):
 
 
 def test_the_loss_of_rank_0_is_raised(threads):
-    with simulated_world(3) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with simulated_world(3) as world, agents_of(world, 0) as agents:
         serving = [threads.submit(agent.serve) for agent in agents[1:]]
         unmoved = threads.submit(agents[2].serve, until_lost=None)
         world[0].network.kill(0)
@@ -114,20 +111,15 @@ def test_the_loss_of_rank_0_is_raised(threads):
         assert not unmoved.done()
         agents[1].stop(2)
         assert unmoved.result(10)
-        for agent in agents:
-            agent.close(grace=0)
 
 
 def test_another_rank_may_be_the_one_that_is_served_for(threads):
-    with simulated_world(3) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with simulated_world(3) as world, agents_of(world, 0) as agents:
         serving = threads.submit(agents[2].serve, until_lost=1)
         world[0].network.kill(1)
         with pytest.raises(PeerLostError) as info:
             serving.result(10)
         assert info.value.peer == 1
-        for agent in agents:
-            agent.close(grace=0)
 
 
 @pytest.mark.parametrize("make_world", WORLDS[:2])  # to close a group is not to leave
@@ -160,25 +152,19 @@ def test_serving_ends_when_all_others_have_left(threads):
 
 @pytest.mark.parametrize("what", ["agent", "backend"])
 def test_serving_ends_with_its_agent_and_its_backend(what, threads):
-    with tcp_world(2) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with tcp_world(2) as world, agents_of(world, 0) as agents:
         serving = threads.submit(agents[1].serve)
         (agents if what == "agent" else world)[1].close()
         assert serving.result(10) is True
-        for agent in agents:
-            agent.close(grace=0)
 
 
 def test_ranks_that_are_gone_need_not_be_told():
-    with simulated_world(3) as world:
-        agents = [RpcAgent(backend) for backend in world]
+    with simulated_world(3) as world, agents_of(world, 0) as agents:
         agents[1].close()
         world[1].close()
         world[0].network.kill(2)
         agents[0].stop(timeout=10)
         assert agents[0].stopped
-        for agent in agents:
-            agent.close(grace=0)
 
 
 def test_a_rank_that_does_not_answer_is_named_and_the_others_know():
