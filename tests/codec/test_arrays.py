@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,23 +12,20 @@ import numpy as np
 import pytest
 from msgspec.msgpack import Ext
 
+from codec import payloads
 from rankwire.codec import arrays, tensors
 from rankwire.codec.codec import Codec
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
+
+payload_of = partial(payloads.payload_of, Codec())
+roundtrip = partial(payloads.roundtrip, Codec())
+
 
 DTYPES = [
     *("?", "i1", "u1", "<i2", ">i2", "<u2", "<i4", ">i4", "<u4", "<i8", ">i8", "<u8", ">u8"),
     *("<f2", ">f2", "<f4", ">f4", "<f8", ">f8", "<c8", ">c8", "<c16", ">c16"),
     *("<M8[ns]", ">M8[D]", "<m8[25s]", ">m8[as]", "S1", "S7", "<U1", ">U5"),
 ]
-
-
-def payload_of(value: Any) -> bytearray:
-    return bytearray().join(Codec().encode(value)[0])
-
-
-def roundtrip(value: Any) -> Any:
-    return Codec().decode(payload_of(value))
 
 
 def random_array(code: str, shape: tuple[int, ...], order: str = "C") -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from codec.payloads import forge as payload
 from faults.sizes import examples
 from rankwire.codec import scalars
 from rankwire.codec.codec import Codec
@@ -42,11 +43,6 @@ class Hooked:
 
 CODEC = Codec([Checked, Option])
 CODEC.register(Hooked, take=lambda value, _: None, build=lambda state, _: state.missing)
-
-
-def payload(item: Any) -> bytearray:
-    head = _pack(item)
-    return bytearray(len(head).to_bytes(4, "little") + head)
 
 
 class Speechless(Exception):

@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from codec.payloads import forge, payload_of, roundtrip
 from faults.sizes import examples
 from rankwire.codec import codec as codec_module
 from rankwire.codec.codec import Codec
@@ -70,23 +71,6 @@ CLASSES = (Colour, Access, Point, Pair, Step)
 @pytest.fixture
 def codec() -> Codec:
     return Codec(CLASSES)
-
-
-def payload_of(codec: Codec, value: Any) -> bytearray:
-    buffers, nbytes = codec.encode(value)
-    payload = bytearray().join(buffers)
-    assert len(payload) == nbytes
-    return payload
-
-
-def roundtrip(codec: Codec, value: Any) -> Any:
-    return codec.decode(payload_of(codec, value))
-
-
-def forge(head: Any, tail: bytes = b"") -> bytearray:
-    """A payload with any msgpack as its head."""
-    packed = head if isinstance(head, bytes) else msgspec.msgpack.encode(head)
-    return bytearray(struct.pack("<I", len(packed)) + packed + tail)
 
 
 def exact(value: Any) -> Any:

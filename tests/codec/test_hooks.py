@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec.msgpack import Ext
 
+from codec.payloads import forge, payload_of
 from rankwire.codec import codec as codec_module
 from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import TakeContext, UndoableBuffers, with_undos_of
@@ -46,18 +47,6 @@ def keyed(codec: Codec) -> Codec:
         Handle, take=lambda handle, _: handle.key, build=lambda key, _: Handle(key), name="h"
     )
     return codec
-
-
-def payload_of(codec: Codec, value: Any, peer: int | None = None) -> bytearray:
-    buffers, nbytes = codec.encode(value, peer=peer)
-    payload = bytearray().join(buffers)
-    assert len(payload) == nbytes
-    return payload
-
-
-def forge(head: Any) -> bytearray:
-    packed = msgspec.msgpack.encode(head)
-    return bytearray(len(packed).to_bytes(4, "little") + packed)
 
 
 # -- there and back --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from codec.payloads import forge as payload
 from faults.sizes import examples
 from rankwire.codec.codec import Codec
 from rankwire.codec.limits import (
@@ -312,10 +313,6 @@ def test_noise_is_left_to_the_decoder(noise):
 @given(st.lists(st.sampled_from([0x90, 0xC0, 0xA1, 0xCB, 0xD4, 0xC7, 0xDB, 0xFF]), max_size=50))
 def test_tokens_that_are_cut_off_do_not_stop_it(tokens):
     is_refused(bytes(tokens), 10)
-
-
-def payload(head):
-    return bytearray(len(head).to_bytes(4, "little") + head)
 
 
 def dicts(count):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from codec.payloads import roundtrip as through
 from rankwire.codec import classes
 from rankwire.codec.classes import message, options_of
 from rankwire.codec.codec import Codec
@@ -41,10 +42,6 @@ def shared():
     classes.SHARED.__init__()
     yield classes.SHARED
     classes.SHARED.__init__()
-
-
-def through(codec: Codec, value: Any) -> Any:
-    return codec.decode(bytearray().join(codec.encode(value)[0]))
 
 
 def test_a_message_is_known_to_every_codec(shared):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from codec.payloads import payload_of
 from rankwire.codec.codec import Codec
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
@@ -33,10 +34,6 @@ class Broken:
 class BrokenOnArrival:
     def __reduce__(self) -> Any:
         return int, ("not a number",)
-
-
-def payload_of(codec: Codec, value: Any) -> bytearray:
-    return bytearray().join(codec.encode(value)[0])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from codec import payloads
 from rankwire.codec import structured
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import Code
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
+
+payload_of = partial(payloads.payload_of, Codec())
+
 
 INNER = np.dtype([("x", "<f4"), ("flag", "?")])
 DTYPES = [
@@ -37,10 +42,6 @@ def filled(dtype: np.dtype[Any], shape: tuple[int, ...], order: Any = "C") -> np
             if dtype[name].base.kind in "iufc":
                 item[name] = number + 1
     return array
-
-
-def payload_of(value: Any) -> bytearray:
-    return bytearray().join(Codec().encode(value)[0])
 
 
 def memory_of(array: np.ndarray[Any, Any]) -> bytes:

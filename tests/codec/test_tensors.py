@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,10 +14,14 @@ import numpy as np
 import pytest
 from msgspec.msgpack import Ext
 
+from codec import payloads
 from rankwire.codec import tensors
 from rankwire.codec.codec import Codec
 from rankwire.codec.tensors import bytes_of, map_tensor
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
+
+payload_of = partial(payloads.payload_of, Codec())
+roundtrip = partial(payloads.roundtrip, Codec())
 
 torch = pytest.importorskip("torch")
 
@@ -25,14 +30,6 @@ DTYPES = [getattr(torch, name) for name in tensors.CODES if hasattr(torch, name)
 
 class Marked(torch.Tensor):
     """A subclass, which may mean more."""
-
-
-def payload_of(value: Any) -> bytearray:
-    return bytearray().join(Codec().encode(value)[0])
-
-
-def roundtrip(value: Any) -> Any:
-    return Codec().decode(payload_of(value))
 
 
 def assert_same(left: Any, right: Any) -> None:

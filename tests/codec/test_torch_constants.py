@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
-from msgspec.msgpack import Ext
 
+from codec import payloads
+from codec.payloads import forge_extension as forge
 from rankwire.codec import tensors
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import Code
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
-
-def forge(code: int, body: Any) -> bytearray:
-    packed = msgspec.msgpack.encode(Ext(code, msgspec.msgpack.encode(body)))
-    return bytearray(len(packed).to_bytes(4, "little") + packed)
+roundtrip = partial(payloads.roundtrip, Codec())
 
 
 def test_without_torch_nothing_is_of_torch_and_nothing_of_torch_arrives(monkeypatch):
@@ -48,10 +46,6 @@ def test_nothing_imports_torch_to_refuse_a_value():
 @pytest.fixture
 def torch() -> Any:
     return pytest.importorskip("torch")
-
-
-def roundtrip(value: Any) -> Any:
-    return Codec().decode(bytearray().join(Codec().encode(value)[0]))
 
 
 @pytest.mark.parametrize("extents", [[], [0], [-1, 2], [3, 0, 2**40], [1] * 100])

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.msgpack import Ext
 
+from codec import payloads
+from codec.payloads import forge_extension as forge
 from rankwire.codec.codec import Codec
 from rankwire.codec.values import Code
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
-
-def payload_of(value: Any) -> bytearray:
-    return bytearray().join(Codec().encode(value)[0])
-
-
-def roundtrip(value: Any) -> Any:
-    return Codec().decode(payload_of(value))
-
-
-def forge(code: int, body: Any) -> bytearray:
-    packed = msgspec.msgpack.encode(Ext(code, msgspec.msgpack.encode(body)))
-    return bytearray(len(packed).to_bytes(4, "little") + packed)
+payload_of = partial(payloads.payload_of, Codec())
+roundtrip = partial(payloads.roundtrip, Codec())
 
 
 @pytest.mark.parametrize(
