@@ -138,7 +138,7 @@ class Watching(Exchange):
     """Counts the looks, and may have a reason to give up."""
 
     def __init__(self, backend):
-        super().__init__(backend)
+        super().__init__(backend, backend.rank, backend.world)
         self.looks = []
         self.reason = None
 

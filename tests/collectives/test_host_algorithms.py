@@ -11,7 +11,7 @@ from faults.sizes import QUICK, trials
 from random_collectives import SIZES
 from rankwire import SubBackend
 from rankwire.collectives import selection
-from rankwire.collectives.hosts import Hosts
+from rankwire.collectives.slots import Hosts
 from rankwire.testing import in_parallel, tcp_world
 from rankwire.transports.shared_memory import CAN_SHARE
 from several_hosts import PLACES, processes_on, threads_on, works_by_hosts

@@ -1,4 +1,4 @@
-"""Some of the ranks of an operation: numbered anew for algorithms, but not in errors."""
+"""Some ranks of an operation, numbered anew for algorithms but not in errors; and their hosts."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ from sums import counting_world, on_all, run_algorithm
 
 import rankwire
 from rankwire.collectives import algorithms
-from rankwire.collectives.hosts import SubExchange
 from rankwire.collectives.sequence import OperationSequence
+from rankwire.collectives.slots import Hosts, SubExchange
 from rankwire.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError
 
 SOME = [4, 1, 3]  # of 5, in this order
@@ -59,16 +59,15 @@ def test_arrays_of_any_size_pass():
     assert [results[rank] for rank in SOME] == [[3.0, 4.0], [2.0, 4.0], [2.0, 3.0]]
 
 
-def test_nothing_goes_to_the_backend_under_the_new_numbers():
+def test_it_knows_its_group_ranks_and_shares_what_is_not_settled():
     def look_inside(x):
-        members = SubExchange(x, [0, 1], x.rank)
-        with pytest.raises(AttributeError):
-            members._backend  # noqa: B018
-        assert members.in_group(1) == 1
-        return members.is_one_host
+        members = SubExchange(x, [1, 0], 1 - x.rank)
+        assert [members.in_group(rank) for rank in (0, 1)] == [1, 0]
+        members.offers.append((0, None))
+        return x.offers.pop(), members.is_one_host
 
     results, _ = run_algorithm(2, look_inside)
-    assert results == [False, False]
+    assert results == [((0, None), False)] * 2
 
 
 def test_who_does_not_come_is_named_by_its_own_number():
@@ -105,3 +104,32 @@ def test_a_disagreement_with_a_rank_that_is_no_member_is_found():
 
     with counting_world(3) as world:
         assert on_all(world, run) == [True, True, True]
+
+
+# -- hosts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "groups"),
+    [
+        ("aaa", [[0, 1, 2]]),
+        ("aabb", [[0, 1], [2, 3]]),
+        ("abab", [[0, 2], [1, 3]]),
+        ("bac", [[0], [1], [2]]),
+        ("abcac", [[0, 3], [1], [2, 4]]),
+    ],
+)
+def test_all_ranks_see_the_same_hosts(hosts, groups):
+    for rank in range(len(hosts)):
+        seen = Hosts(hosts, rank)
+        assert seen.groups == groups
+        assert seen.groups[seen.here][seen.place] == rank
+        assert seen.slots is None, "until they have agreed"
+
+
+def test_the_lowest_rank_leads_its_host_unless_the_root_is_there():
+    hosts = Hosts("abcac", 0)
+    assert hosts.leaders() == [0, 1, 2]
+    assert hosts.leaders(0) == [0, 1, 2]
+    assert hosts.leaders(3) == [3, 1, 2]
+    assert hosts.leaders(4) == [0, 1, 4]

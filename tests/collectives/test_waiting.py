@@ -250,7 +250,6 @@ def test_a_coordinator_that_leaves_ends_every_later_operation_at_once(kind, oper
 # -- processes
 
 COUNTING = """
-import rankwire.backends.mesh, rankwire.mesh.roll_client
 reported, told, dialled = [], [], []
 send, deliver = backend.roll._send, backend.roll.deliver
 def counting_send(notice, patience):

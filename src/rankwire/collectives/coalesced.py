@@ -24,6 +24,7 @@ from rankwire.collectives.operands import (
     operand,
     part_shape,
 )
+from rankwire.collectives.operation import Operation
 from rankwire.collectives.reductions import Op, name_of, reduction_of
 from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
@@ -169,7 +170,7 @@ def _run(
     bundles: Sequence[list[int]],
     targets: Sequence[Operand],
     move: Callable[[Exchange, list[int], list[Array]], None],
-    x: Exchange,
+    x: Operation,
 ) -> list[Any]:
     if not bundles:
         selection.meet(x)

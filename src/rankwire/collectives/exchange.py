@@ -24,8 +24,7 @@ from rankwire.wire.frames import Buffer, Channel, Payload, whole_of
 from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 if TYPE_CHECKING:
-    from rankwire.collectives.hosts import Hosts
-    from rankwire.collectives.slots import SharedSlots
+    from rankwire.collectives.slots import Hosts, SharedSlots
     from rankwire.links.receive_handle import ReceiveHandle
     from rankwire.links.send_handle import SendHandle
 
@@ -116,9 +115,7 @@ class Exchange(ABC):
 
     __slots__ = (
         "_backend",
-        "_group",
         "_looks",
-        "_mesh",
         "_next_look",
         "_world",
         "deadline",
@@ -131,13 +128,11 @@ class Exchange(ABC):
         "tag",
     )
 
-    def __init__(self, backend: Backend) -> None:
-        self.rank = backend.rank
-        self.size = backend.world_size
+    def __init__(self, backend: Backend, rank: int, world: Sequence[int]) -> None:
         self._backend = backend
-        self._mesh = backend.mesh
-        self._world = backend.world
-        self._group = backend.group
+        self._world = world  # the world rank of each rank
+        self.rank = rank
+        self.size = len(world)
         self.tag = 0
         self.shared: SharedSlots | None = None
         self.hosts: Hosts | None = None
@@ -154,10 +149,6 @@ class Exchange(ABC):
     def too_late(self, src: int) -> DeadlineExceededError:
         """Return the error of an operation whose time is up while it waits for a rank."""
 
-    @abstractmethod
-    def begin_part(self, part: int) -> None:
-        """Use another tag from now on, so that steps may be repeated."""
-
     @property
     def others(self) -> list[int]:
         """All other ranks, from the next one on: not every rank begins with rank 0."""
@@ -170,7 +161,7 @@ class Exchange(ABC):
         return all(host == hosts[0] for host in hosts)
 
     def in_group(self, rank: int) -> int:
-        """Return the rank's number in the group."""
+        """Return the group rank of a rank of this exchange."""
         return rank
 
     def send(self, dst: int, step: int, data: Array) -> None:
@@ -187,9 +178,9 @@ class Exchange(ABC):
         limit = self.next_look() if nbytes <= _SMALL else self.deadline
         while True:
             try:
-                offer = self._mesh.offer(
+                offer = self._backend.mesh.offer(
                     self._world[dst],
-                    (self._group, _CHANNEL, self.tag + step),
+                    (self._backend.group, _CHANNEL, self.tag + step),
                     (buffers, nbytes),
                     limit,
                     check=None if nbytes <= _SMALL else partial(self.look, dst),
@@ -200,15 +191,15 @@ class Exchange(ABC):
             self._look_up(dst)
             limit = self._next_look
         if offer is not None:
-            self.offers.append((dst, offer))
+            self.offers.append((self.in_group(dst), offer))
 
     def receive(self, src: int, step: int, nbytes: int | None = None) -> Payload:
         """Return what a rank sent in a step."""
-        envelope = (self._group, _CHANNEL, self.tag + step)
+        mesh, envelope = self._backend.mesh, (self._backend.group, _CHANNEL, self.tag + step)
         patience = self.next_look()
         while True:
             try:
-                return self._mesh.receive(self._world[src], envelope, patience, nbytes=nbytes)
+                return mesh.receive(self._world[src], envelope, patience, nbytes=nbytes)
             except DeadlineExceededError:
                 pass  # not the context of an error that the look may raise
             self._look_up(src)
@@ -217,7 +208,7 @@ class Exchange(ABC):
     def next_look(self) -> Deadline:
         """Return the deadline of the next look."""
         if self._next_look.expired:
-            self._next_look = self.deadline.sooner(_interval(self._looks, self.size))
+            self._next_look = self.deadline.sooner(self._interval())
         return self._next_look
 
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
@@ -226,13 +217,13 @@ class Exchange(ABC):
         ``sleeps_until`` sleeps until a deadline, and returns False then or if there is news.
         Returns its result, or False when it is time to look up.
         """
-        nap = _FIRST_NAP
+        mesh, nap = self._backend.mesh, _FIRST_NAP
         while True:
             look = self.next_look()
-            patience = look.sooner(nap) if self._mesh.has_posted() else look
+            patience = look.sooner(nap) if mesh.has_posted() else look
             if sleeps_until(patience):
                 return True
-            self._mesh.read_others()
+            mesh.read_others()
             if look.expired or not patience.expired:
                 return False
             nap = min(2.0 * nap, LOOK_EVERY)
@@ -240,7 +231,7 @@ class Exchange(ABC):
     def look_up(self, src: int) -> None:
         """Look up from waiting for a rank outside of messages; raise if that rank has left."""
         self._look_up(src)
-        failure = self._backend.failure_of(src)
+        failure = self._backend.failure_of(self.in_group(src))
         if failure is not None:
             raise failure.copy()
 
@@ -253,16 +244,24 @@ class Exchange(ABC):
             error.is_local = True  # unlike those of the mesh, which have world ranks
             raise
         self._looks += 1
-        self._next_look = self.deadline.sooner(_interval(self._looks, self.size))
+        self._next_look = self.deadline.sooner(self._interval())
+
+    def _interval(self) -> float:
+        if 0 < self._looks < 3:
+            return _LOOK_FOR_ANSWER
+        interval = LOOK_EVERY * max(1, self._backend.world_size // _MANY)
+        return min(interval, max(LOOK_EVERY, _LONGEST_LOOK))
 
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
         """Post a receive of an array into ``out``, so that it can arrive while this rank sends.
 
         Only for messages that no rank sends before all ranks are known to be in the operation.
         """
-        envelope = (self._group, _CHANNEL, self.tag + step)
+        envelope = (self._backend.group, _CHANNEL, self.tag + step)
         into = Destination(out.view(np.uint8).data)
-        expected = self._mesh.expect(self._world[src], envelope, nbytes=out.nbytes, into=into)
+        expected = self._backend.mesh.expect(
+            self._world[src], envelope, nbytes=out.nbytes, into=into
+        )
         self.expected.append(expected)
         expected.post()
         return Arriving(src, expected, out)
@@ -316,12 +315,6 @@ class Exchange(ABC):
         for _, offer in self.offers:
             offer.revoke()
         self.offers.clear()
-
-
-def _interval(looks: int, size: int) -> float:
-    if 0 < looks < 3:
-        return _LOOK_FOR_ANSWER
-    return min(LOOK_EVERY * max(1, size // _MANY), max(LOOK_EVERY, _LONGEST_LOOK))
 
 
 def receive_array(x: Exchange, src: int, step: int, like: Array) -> Array:

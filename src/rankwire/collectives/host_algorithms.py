@@ -17,10 +17,9 @@ import numpy as np
 from rankwire.collectives import algorithms
 from rankwire.collectives.algorithms import cut
 from rankwire.collectives.exchange import Array, Exchange
-from rankwire.collectives.hosts import Hosts, SubExchange
 from rankwire.collectives.reductions import Reduction
 from rankwire.collectives.slot_algorithms import fold_rows
-from rankwire.collectives.slots import SharedSlots
+from rankwire.collectives.slots import Hosts, SharedSlots, SubExchange
 from rankwire.wire.frames import Message
 
 Meet = Callable[[Exchange], None]

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Run = Callable[[Exchange], T]
 
 _CAUSE_PATIENCE = 1.0  # seconds for the report of a rank that has withdrawn its messages
 # Seconds for the coordinator to pass on a rank's last report; it takes milliseconds.
@@ -67,7 +66,8 @@ class Operation(Exchange):
     )
 
     def __init__(self, operations: OperationSequence, description: str) -> None:
-        Exchange.__init__(self, operations.backend)
+        backend = operations.backend
+        Exchange.__init__(self, backend, backend.rank, backend.world)
         self._operations = operations
         self.description = description
         self.has_begun = False
@@ -78,7 +78,7 @@ class Operation(Exchange):
         self._has_asked = False  # the coordinator, who is missing
         self._tags: list[int] = []
 
-    def run_and_end(self, run: Run[T]) -> T:
+    def run_and_end(self, run: Callable[[Operation], T]) -> T:
         """Run the steps in its turn, then pass the turn on. After an error, call ``give_up``."""
         operations = self._operations
         assert self.sequence is not None
@@ -126,8 +126,8 @@ class Operation(Exchange):
             self._operations.hear()
         self._raise_if_failed()
 
-    @override
     def begin_part(self, part: int) -> None:
+        """Use another tag from now on, so that steps may be repeated."""
         self._tags.append(tag_of(f"{self.description} part {part}", self._number, self._epoch))
         self.tag = self._tags[-1]
 
@@ -246,7 +246,7 @@ class Operation(Exchange):
 
     def _waiting(self) -> Notice:
         return Notice(
-            self._group,
+            self._backend.group,
             self._number,
             self.description,
             epoch=self._epoch,

@@ -12,8 +12,8 @@ from functools import partial
 from rankwire.collectives import algorithms, host_algorithms, slot_algorithms
 from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
-from rankwire.collectives.hosts import Hosts
 from rankwire.collectives.reductions import Reduction
+from rankwire.collectives.slots import Hosts
 from rankwire.wire.frames import Message
 
 # The limits are in bytes per rank, unless they say otherwise.

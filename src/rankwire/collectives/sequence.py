@@ -24,7 +24,6 @@ from typing import Any, Concatenate, ParamSpec
 from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.collectives.background import Background, Task
-from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.failure_reports import FailureReports
 from rankwire.collectives.operation import Operation
 from rankwire.collectives.slots import SlotAgreement
@@ -45,7 +44,7 @@ from rankwire.wire.control_messages import MOST_BEFORE
 P = ParamSpec("P")
 
 # An operation's description (the same on all ranks) and its steps.
-Plan = tuple[str, Callable[[Exchange], Any]]
+Plan = tuple[str, Callable[[Operation], Any]]
 
 _OF_ANOTHER_RANK = (PeerLostError, ChannelClosedError, CollectiveAbortedError)
 
@@ -129,7 +128,7 @@ class OperationSequence(FailureReports):
         runs_on = task is not None and not self._background.withdraw(task)
         return why if runs_on else failed.give_up(why)
 
-    def _task(self, operation: Operation, run: Callable[[Exchange], Any]) -> Task:
+    def _task(self, operation: Operation, run: Callable[[Operation], Any]) -> Task:
         assert operation.sequence is not None
         work: Work[Any] = Work(operation.description, self._background, operation.sequence)
         steps = partial(operation.run_and_end, run)

@@ -1,4 +1,7 @@
-"""Slots: the shared memory in which the ranks of a host exchange small messages.
+"""Slots: the shared memory in which the ranks of a host exchange small messages; and the hosts.
+
+One rank per host, the *leader*, exchanges messages with the leaders of other hosts: the lowest rank
+of the host, or the root of an operation. Hosts are in the order of their lowest ranks.
 
 The first operation of a group, and the first after a failure, agree on a new segment
 (``Segment``), whatever an interrupted rank has left in the old one. Then every rank writes its
@@ -17,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rankwire.collectives.exchange import Array, Exchange
-from rankwire.collectives.hosts import Hosts
-from rankwire.errors import ChannelClosedError, PeerLostError
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError
+from rankwire.override import override
 from rankwire.wire.frames import Buffer, whole_of
 
 if TYPE_CHECKING:
@@ -30,6 +33,81 @@ _YES, _NO = b"\1", b"\0"
 _NUMBER_NBYTES = 8
 _MOST_VIEWS = 64
 _HURRY = 0.001  # seconds between two checks of a rank that is in another operation
+
+
+class Hosts:
+    """The hosts of a group, as one of its ranks sees them.
+
+    Attributes:
+        groups: The ranks of each host.
+        here: The index of this rank's host in ``groups``.
+        place: The index of this rank in the group of its host; 0 is the leader.
+        slot_nbytes: The largest message that fits into a slot on every host.
+    """
+
+    def __init__(self, hosts: Sequence[object], rank: int) -> None:
+        groups: dict[object, list[int]] = {}
+        for at, host in enumerate(hosts):
+            groups.setdefault(host, []).append(at)
+        self.groups = list(groups.values())
+        local = groups[hosts[rank]]
+        self.here = self.groups.index(local)
+        self.place = local.index(rank)
+        self.slots: SharedSlots | None = None
+        self.slot_nbytes = 0
+
+    def inside(self, x: Exchange) -> SubExchange:
+        """Return an exchange among the ranks of this host."""
+        return SubExchange(x, self.groups[self.here], self.place, self.slots)
+
+    def across(self, x: Exchange, root: int | None = None) -> SubExchange:
+        """Return an exchange among the leaders of all hosts. This rank must be one of them."""
+        return SubExchange(x, self.leaders(root), self.here)
+
+    def leaders(self, root: int | None = None) -> list[int]:
+        """Return the leader of each host; the root, if given, leads its own."""
+        return [root if root in group else group[0] for group in self.groups]
+
+
+class SubExchange(Exchange):
+    """An exchange among some ranks of an operation, numbered from 0 as algorithms expect.
+
+    Errors, and the messages that are not settled, have the group ranks of the whole operation.
+    """
+
+    __slots__ = ("_ranks", "_whole")
+
+    def __init__(
+        self, whole: Exchange, ranks: Sequence[int], rank: int, shared: SharedSlots | None = None
+    ) -> None:
+        super().__init__(whole._backend, rank, [whole._world[member] for member in ranks])
+        self._whole = whole
+        self._ranks = ranks
+        self.tag = whole.tag
+        self.shared = shared
+        self.deadline = whole.deadline
+        self.offers, self.expected = whole.offers, whole.expected
+
+    @property
+    @override
+    def is_one_host(self) -> bool:
+        return self.shared is not None
+
+    @override
+    def in_group(self, rank: int) -> int:
+        return self._ranks[rank]
+
+    @override
+    def look(self, src: int) -> None:
+        self._whole.look(self._ranks[src])
+
+    @override
+    def too_late(self, src: int) -> DeadlineExceededError:
+        return self._whole.too_late(self._ranks[src])
+
+    @override
+    def settle(self) -> None:
+        self._whole.settle()
 
 
 class SlotAgreement:
