@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwire.collectives.operands import operand
-from rankwire.collectives.scatter_messages import pack_part, unpack_part
+from rankwire.collectives.operands import operand, pack_part, unpack_part
 from rankwire.errors import ConfigurationError, InvalidMessageError, RankwireError
 
 

@@ -8,9 +8,8 @@ import pytest
 from sums import left_fold, run, run_algorithm
 
 import rankwire
-from rankwire.collectives.operands import new_like, operand
+from rankwire.collectives.operands import new_like, operand, pack_part, unpack_part
 from rankwire.collectives.reductions import reduction
-from rankwire.collectives.scatter_messages import pack_part, unpack_part
 from rankwire.errors import (
     CollectiveMismatchError,
     ConfigurationError,

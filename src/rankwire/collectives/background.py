@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rankwire import runtime
@@ -31,41 +32,22 @@ _LONGEST_NAP = 1e-3  # seconds, the longest interval of a worker that polls
 _LOOKS = 3  # polls without a new operation, after which it is woken again
 
 
+@dataclass(eq=False, slots=True)
 class Task:
     """One operation in the background. Used by the runner.
 
     ``interrupt`` is the exception that made its runner leave before the end.
     """
 
-    __slots__ = (
-        "_give_up",
-        "_outcome",
-        "_run",
-        "deadline",
-        "has_begun",
-        "interrupt",
-        "is_over",
-        "number",
-        "work",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        run: Callable[[], Any],
-        give_up: Callable[[BaseException], BaseException],
-        deadline: Deadline,
-        work: Work[Any],
-    ) -> None:
-        self.number = number
-        self.deadline = deadline
-        self.work = work
-        self.has_begun = False
-        self.is_over = False
-        self.interrupt: BaseException = KeyboardInterrupt()
-        self._run = run
-        self._give_up = give_up
-        self._outcome: tuple[Any, BaseException | None] | None = None
+    number: int
+    steps: Callable[[], Any]
+    give_up: Callable[[BaseException], BaseException]
+    deadline: Deadline
+    work: Work[Any]
+    has_begun: bool = False
+    is_over: bool = False
+    interrupt: BaseException = field(default_factory=KeyboardInterrupt)
+    _outcome: tuple[Any, BaseException | None] | None = None
 
     def due_in(self) -> float:
         """Return the seconds until the worker runs it, unless a waiting thread is faster."""
@@ -75,7 +57,7 @@ class Task:
         """Run it and end its work; return its error if that is an interrupt."""
         self.has_begun = True
         try:
-            self._outcome = (self._run(), None)
+            self._outcome = (self.steps(), None)
         except BaseException as error:
             self._outcome = (None, self._failure(error))
         return self._end(*self._outcome)
@@ -90,7 +72,7 @@ class Task:
         self._end(*self._outcome)
 
     def _failure(self, error: BaseException) -> BaseException:
-        failure = self._give_up(error)
+        failure = self.give_up(error)
         failure.__cause__ = error.__cause__
         return failure
 
@@ -204,19 +186,21 @@ class Background:
     def hurry(self) -> None:
         """Wake the worker at once: a thread waits that cannot run the queued tasks itself."""
         with self._lock:
-            if self._queue and self._runner is None:
+            if self._free_head() is not None:
                 self._rouse()
 
     def call_back(self, work: Work[Any]) -> None:
         """Run the callbacks of a finished work in the callback thread."""
         self._callbacks.submit(work)
 
+    def _free_head(self) -> Task | None:
+        """Return the first task if no thread runs it. Called with the lock held."""
+        return self._queue[0] if self._queue and self._runner is None else None
+
     def _take(self, visit: object, number: int, limit: Deadline | None) -> Task | None:
         with self._lock:
-            if self._runner is not None or not self._queue:
-                return None
-            task = self._queue[0]
-            if task.number > number or task.has_begun:
+            task = self._free_head()
+            if task is None or task.number > number or task.has_begun:
                 return None
             if limit is not None and task.deadline.remaining() > limit.remaining():
                 return None
@@ -272,7 +256,7 @@ class Background:
             with self._lock:
                 if self._worker is not worker:
                     return None
-                head = self._queue[0] if self._queue and self._runner is None else None
+                head = self._free_head()
                 left = 0.0 if head is None or is_hasty else head.due_in()
                 if head is not None and left <= 0.0:
                     self._runner = worker

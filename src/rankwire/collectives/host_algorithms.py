@@ -44,14 +44,13 @@ def all_reduce(
     inside, slots = hosts.inside(x), _slots(hosts)
     for start, stop in _pieces(source.size, hosts.slot_nbytes // source.itemsize):
         rows = slots.put(inside, source[start:stop])
-        slots.meet(inside)
         results = slots.begin(inside, source.dtype, stop - start)
         if hosts.place == 0:
             fold_rows(rows, results[0], r.of_parts)
             all_reduce(hosts.across(x), results[0], results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
-        _publish_and_meet(inside, slots)
+        slots.publish_and_meet(inside)
         out[start:stop] = results[0]
 
 
@@ -98,7 +97,7 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
         mine = own[start:stop]
         rows = slots.begin(inside, own.dtype, stop - start)
         rows[inside.rank][: mine.size] = mine
-        _publish_and_meet(inside, slots)
+        slots.publish_and_meet(inside)
         results = slots.begin(inside, own.dtype, sum(piece.size for piece in pieces))
         by_host = [[pieces[rank].size for rank in group] for group in hosts.groups]
         if hosts.place == 0:
@@ -107,7 +106,7 @@ def all_gather(x: Exchange, hosts: Hosts, own: Array, parts: Sequence[Array]) ->
             np.concatenate([row[:size] for row, size in ours], out=whole[hosts.here])
             algorithms.all_gather_directly(hosts.across(x), whole[hosts.here], whole)
             x.settle()
-        _publish_and_meet(inside, slots)
+        slots.publish_and_meet(inside)
         found = cut(results[0], list(chain(*by_host)))
         for rank, piece in zip(chain(*hosts.groups), found, strict=True):
             pieces[rank][...] = piece
@@ -124,7 +123,7 @@ def reduce_scatter(
         sizes = [piece.size for piece in pieces]
         rows = slots.begin(inside, out.dtype, sum(sizes))
         np.concatenate(pieces, out=rows[hosts.place])
-        _publish_and_meet(inside, slots)
+        slots.publish_and_meet(inside)
         ours = [sizes[rank] for rank in hosts.groups[hosts.here]]
         results = slots.begin(inside, out.dtype, sum(ours))
         if hosts.place == 0:
@@ -133,7 +132,7 @@ def reduce_scatter(
             algorithms.reduce_scatter_directly(hosts.across(x), by_host, results[0], r.of_parts)
             x.settle()
             r.finish(results[0], x.size)
-        _publish_and_meet(inside, slots)
+        slots.publish_and_meet(inside)
         out[start:stop] = cut(results[0], ours)[hosts.place]
 
 
@@ -141,7 +140,6 @@ def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytea
     """Return the bytes of all ranks; None on all if they exceed ``most`` or a slot."""
     inside, slots = hosts.inside(x), _slots(hosts)
     rows = slots.put_buffers(inside, *message)
-    slots.meet(inside)
     sizes = slots.sizes(inside)
     results = slots.begin(inside, np.dtype(np.uint8), slots.slot_nbytes)
     nbytes = 0
@@ -159,8 +157,7 @@ def spread(x: Exchange, hosts: Hosts, message: Message, most: int) -> list[bytea
             np.concatenate(pieces, out=parts[hosts.here])
             algorithms.all_gather_directly(across, parts[hosts.here], parts, has_met=True)
             x.settle()
-    slots.publish(inside, nbytes)
-    slots.meet(inside)
+    slots.publish_and_meet(inside, nbytes)
     total = slots.sizes(inside)[0]
     return _split_by_rank(results[0][:total], hosts, x.size) if total else None
 
@@ -207,11 +204,6 @@ def _lead_to(
     place = hosts.groups[hosts.here].index(leaders[hosts.here])
     across = hosts.across(x, root) if hosts.place == place else None
     return hosts.inside(x), across, leaders.index(root), place
-
-
-def _publish_and_meet(inside: SubExchange, slots: SharedSlots) -> None:
-    slots.publish(inside, 0)
-    slots.meet(inside)
 
 
 def _pieces(count: int, most: int) -> Iterator[tuple[int, int]]:

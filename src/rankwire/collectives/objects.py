@@ -21,7 +21,6 @@ from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 from rankwire.wire.frames import Message, whole_of
 
-_STEP = algorithms.SPREAD_STEP
 _plain = Codec()
 
 
@@ -145,13 +144,12 @@ def _share(x: Exchange, message: Message, dsts: Sequence[int]) -> list[bytearray
     payloads = selection.spread(x, message)
     if payloads is None:
         for dst in dsts:
-            x.send_buffers(dst, _STEP, *message)
+            x.send_buffers(dst, algorithms.SPREAD_STEP, *message)
     return payloads
 
 
 def _receive_value(x: Exchange, codec: Codec, src: int, payloads: list[bytearray] | None) -> Any:
-    payload = whole_of(x.receive(src, _STEP)) if payloads is None else payloads[src]
-    return codec.decode(payload, peer=src)
+    return codec.decode(whole_of(selection.payload_from(x, src, payloads)), peer=src)
 
 
 def _receive_all(

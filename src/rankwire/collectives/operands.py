@@ -1,22 +1,45 @@
 """Operands: the user's arrays and tensors as flat memory, and the memory for results.
 
-A tensor is used as an array on its memory (``codec.tensor_memory``). torch is never imported here.
+A tensor is used as an array on its memory (``codec.tensors``). torch is imported only by a receiver
+of a scattered tensor.
+
+A root scatters each part as a message that describes itself, because the other ranks need not know
+what they will get. Layout, little-endian::
+
+    u32 length of the description | description | padding | elements, from a multiple of 64 on
+
+The description is a msgpack array of whether it is a tensor, the dtype and the shape. Elements of
+any torch dtype are sent as bytes. A receiver checks the description before it allocates memory.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
+import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
-from rankwire.codec.arrays import advice_for_array, dtype_code, is_plain_array
+from rankwire.codec.arrays import (
+    ArrayHead,
+    advice_for_array,
+    dtype_code,
+    dtype_of,
+    is_plain_array,
+    view_array,
+)
 from rankwire.codec.tensors import advice_for, carrier_of, is_tensor, map_tensor
-from rankwire.errors import ConfigurationError, UnsupportedTypeError
+from rankwire.errors import ConfigurationError, InvalidMessageError, UnsupportedTypeError
+from rankwire.wire.frames import Message, Payload, whole_of
+from rankwire.wire.receive import MessageWithdrawnError, copy_payload
 
 Array = np.ndarray[Any, Any]
 
@@ -32,19 +55,13 @@ class Operand:
     __slots__ = ("array", "dtype_name", "has_gaps", "is_bfloat16", "is_opaque", "shape", "value")
 
     def __init__(
-        self,
-        value: Any,
-        array: Array,
-        dtype_name: str,
-        *,
-        is_bfloat16: bool = False,
-        is_opaque: bool = False,
+        self, value: Any, array: Array, dtype_name: str, *, is_opaque: bool = False
     ) -> None:
         self.value = value
         self.array = array
         self.dtype_name = dtype_name
         self.shape = array.shape
-        self.is_bfloat16 = is_bfloat16
+        self.is_bfloat16 = dtype_name == "bfloat16"
         self.is_opaque = is_opaque
         self.has_gaps = not array.flags.c_contiguous
 
@@ -56,10 +73,7 @@ class Operand:
     def part(self, flat: Array, shape: tuple[int, ...]) -> Operand:
         """Return some elements as an operand of the same kind and with the same ``value``."""
         array = flat.reshape(shape)
-        is_bfloat16, is_opaque = self.is_bfloat16, self.is_opaque
-        return Operand(
-            self.value, array, self.dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque
-        )
+        return Operand(self.value, array, self.dtype_name, is_opaque=self.is_opaque)
 
     def flat(self) -> Array:
         """Return the elements in C order as a 1-d array: a view, or a copy if there are gaps."""
@@ -72,12 +86,13 @@ class Operand:
         if not self.array.flags.writeable:
             raise ConfigurationError(f"{name} is read-only")
 
-    def check_like(self, other: Operand, shape: tuple[int, ...], name: str) -> None:
+    def check_like(
+        self, other: Operand, shape: tuple[int, ...], name: str, fills: str = "the result"
+    ) -> None:
         """Raise ConfigurationError unless this is writable and has this dtype and shape."""
         if self.dtype_name != other.dtype_name or self.shape != shape:
             raise ConfigurationError(
-                f"{name} is {self.dtype_name} {self.shape}, "
-                f"the result is {other.dtype_name} {shape}"
+                f"{name} is {self.dtype_name} {self.shape}, {fills} is {other.dtype_name} {shape}"
             )
         self.check_writable(name)
 
@@ -128,8 +143,7 @@ def _tensor_operand(tensor: Any, name: str) -> Operand:
     if array is None:
         advice = "Its storage is smaller than the tensor: it has been freed or resized."
         raise UnsupportedTypeError(name, "Tensor", advice)
-    is_bfloat16 = dtype_name == "bfloat16"
-    return Operand(tensor, array, dtype_name, is_bfloat16=is_bfloat16, is_opaque=is_opaque)
+    return Operand(tensor, array, dtype_name, is_opaque=is_opaque)
 
 
 def kinds_of(operands: Sequence[Operand]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -178,3 +192,118 @@ def store_result(target: Operand | None, flat: Array | None) -> Any:
     if target.has_gaps:
         target.store(flat)
     return target.value
+
+
+# -- scattered parts -------------------------------------------------------------------------------
+
+_LENGTH = struct.Struct("<I")
+_ALIGNMENT = 64
+_HEAD_NBYTES = 512  # a description of 32 extents of 9 bytes each has 330
+_Extent = Annotated[int, msgspec.Meta(ge=0)]
+# Not every byte is a valid bool or character, so these are checked.
+_CHECKED_KINDS = "bU"
+
+
+class ScatteredPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The description in a message; ``dtype`` is torch's name, or numpy's code."""
+
+    is_tensor: bool
+    dtype: str
+    shape: Annotated[tuple[_Extent, ...], msgspec.Meta(max_length=32)]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ScatteredPart).decode
+
+
+def pack_part(source: Operand, flat: Array) -> Message:
+    """Return the message that carries an operand, whose elements are ``flat``."""
+    head = _head_of(_describe(source))
+    return (head, flat.view(np.uint8).data), len(head) + flat.nbytes
+
+
+def _describe(part: Operand) -> ScatteredPart:
+    is_array = isinstance(part.value, np.ndarray)
+    return ScatteredPart(
+        not is_array, part.array.dtype.str if is_array else part.dtype_name, part.shape
+    )
+
+
+@lru_cache(maxsize=256)
+def _head_of(part: ScatteredPart) -> bytes:
+    body = _encode(part)
+    head = _LENGTH.pack(len(body)) + body
+    return head + bytes(-len(head) % _ALIGNMENT)
+
+
+def unpack_part(payload: Payload, out: Operand | None) -> Any:
+    """Return the array or tensor of a message, in ``out`` if that is given.
+
+    Raises InvalidMessageError, or ConfigurationError if ``out`` has another dtype or shape.
+    """
+    try:
+        return _unpack_part(payload, out)
+    except BaseException:
+        if not isinstance(payload, bytearray):
+            with suppress(MessageWithdrawnError):
+                payload.release()
+        raise
+
+
+def _unpack_part(payload: Payload, out: Operand | None) -> Any:
+    part, start = _unpack_head(payload)
+    target = _allocate(part, len(payload) - start) if out is None else out
+    mine = _describe(target)
+    if mine != part:
+        kind = "tensor" if part.is_tensor else "array"
+        raise ConfigurationError(
+            f"out is {mine.dtype} {mine.shape}, "
+            f"the message holds a {kind} {part.dtype} {part.shape}"
+        )
+    _check_size(part, target.array.itemsize, len(payload) - start)
+    flat = target.flat()
+    if flat.dtype.kind in _CHECKED_KINDS:
+        head = ArrayHead(flat.dtype, flat.shape, False, flat.nbytes)
+        flat[...] = view_array(head, whole_of(payload), start)
+    else:
+        copy_payload(payload, flat.view(np.uint8).data, start)
+        if not isinstance(payload, bytearray):
+            payload.release()
+    target.store(flat)
+    return target.value
+
+
+def _unpack_head(payload: Payload) -> tuple[ScatteredPart, int]:
+    if isinstance(payload, bytearray):
+        beginning = payload
+    else:
+        beginning = bytearray(min(_HEAD_NBYTES, len(payload)))
+        payload.read_into(0, memoryview(beginning))
+    try:
+        (length,) = _LENGTH.unpack_from(beginning)
+        end = _LENGTH.size + length
+        part = _decode(memoryview(beginning)[_LENGTH.size : end])
+    except (struct.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidMessageError(f"the message was not sent by scatter: {error}") from error
+    return part, end + -end % _ALIGNMENT
+
+
+def _allocate(part: ScatteredPart, nbytes: int) -> Operand:
+    try:
+        if part.is_tensor:
+            torch = importlib.import_module("torch")
+            empty = torch.empty(0, dtype=getattr(torch, part.dtype))
+            _check_size(part, empty.element_size(), nbytes)
+            return operand(empty.new_empty(part.shape))
+        dtype = dtype_of(part.dtype)
+        _check_size(part, dtype.itemsize, nbytes)
+        return operand(np.empty(part.shape, dtype))
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidMessageError(
+            f"cannot make {part.dtype[:32]!r} {part.shape} here: {error}"
+        ) from error
+
+
+def _check_size(part: ScatteredPart, itemsize: int, nbytes: int) -> None:
+    if itemsize * math.prod(part.shape) != nbytes:
+        raise InvalidMessageError(f"{nbytes} bytes for {part.dtype[:32]!r} {part.shape}")

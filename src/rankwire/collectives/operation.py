@@ -156,12 +156,7 @@ class Operation(Exchange):
         if self.has_succeeded:
             return error
         self.revoke()
-        if isinstance(error, RankwireError):
-            error = backend.adopted(None, error)
-        if isinstance(error, MessageWithdrawnError):
-            error = self._why_revoked()
-        elif isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
-            error = self._why_gone(error)
+        error = self._cause_of(error)
         if not isinstance(error, RankwireError) or not error.is_reported:
             refused = not self.has_begun
             operations.report(failure_notice(self._waiting(), self.rank, error, refused=refused))
@@ -176,11 +171,18 @@ class Operation(Exchange):
             error.during(op=self.description, rank=backend.rank)
         return error
 
-    def _why_revoked(self) -> RankwireError:
-        told = self._told_within(_CAUSE_PATIENCE)
-        if told is not None:
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return the failure of another rank that led to an error, or the error itself."""
+        if isinstance(error, RankwireError):
+            error = self._backend.adopted(None, error)
+        if isinstance(error, MessageWithdrawnError):
+            told = self._told_within(_CAUSE_PATIENCE)
+            if told is None:
+                return CollectiveAbortedError(-1, f"{self.description}, and took its messages back")
             return told
-        return CollectiveAbortedError(-1, f"{self.description}, and took its messages back")
+        if isinstance(error, (PeerLostError, ChannelClosedError)) and not error.is_reported:
+            return self._why_gone(error)
+        return error
 
     def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
         """Return the failure that made a rank leave, if a rank has reported one.
@@ -207,19 +209,28 @@ class Operation(Exchange):
 
         ``gone`` has left or died; its own report arrives before the news of its end.
         """
-        patience = Deadline(seconds, self._operations.backend.clock)
-        while True:
-            lost: PeerLostError | None = None
+
+        def hear() -> tuple[RankwireError | None, bool]:
             is_last = gone is not None and self._operations.has_heard_last_of(gone)
+            lost: PeerLostError | None = None
             try:
                 self._operations.hear()
             except PeerLostError as error:
                 lost = error
             except RankwireError as error:
-                return error
+                return error, True
             told = self._operations.failure_of(self._number) or lost
-            if told is not None or patience.expired or is_last:
-                return told
+            return told, told is not None or is_last
+
+        return self._poll(seconds, hear)
+
+    def _poll(self, seconds: float, hear: Callable[[], tuple[T, bool]]) -> T:
+        """Call ``hear`` until it is done or the time is up; return what it has found last."""
+        patience = Deadline(seconds, self._backend.clock)
+        while True:
+            found, is_done = hear()
+            if is_done or patience.expired:
+                return found
             patience.clock.sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
 
     def _raise_if_failed(self) -> None:
@@ -271,12 +282,11 @@ class Operation(Exchange):
         return error
 
     def _await_answer(self) -> list[int] | None:
-        patience = Deadline(_ANSWER_PATIENCE, self.deadline.clock)
-        while True:
+        def hear() -> tuple[list[int] | None, bool]:
             with suppress(PeerLostError):
                 self._operations.hear()
             self._raise_if_failed()
             missing = self._operations.missing_at(self._number)
-            if missing is not None or not self._has_asked or patience.expired:
-                return missing
-            patience.clock.sleep(min(_HEARING_PAUSE, patience.sleep_limit()))
+            return missing, missing is not None or not self._has_asked
+
+        return self._poll(_ANSWER_PATIENCE, hear)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
-from rankwire.collectives import algorithms, selection, uneven_parts
+from rankwire.collectives import selection, uneven_parts
 from rankwire.collectives.exchange import Array, Exchange, describe
 from rankwire.collectives.operands import (
     Operand,
@@ -25,11 +25,12 @@ from rankwire.collectives.operands import (
     make_root_target,
     make_target,
     operand,
+    pack_part,
     part_shape,
     store_result,
+    unpack_part,
 )
 from rankwire.collectives.reductions import Op, Reduction, reduction_of
-from rankwire.collectives.scatter_messages import pack_part, unpack_part
 from rankwire.collectives.sequence import collective
 
 
@@ -220,11 +221,8 @@ def scatter(
 
     def run(x: Exchange) -> Any:
         if x.rank != root:
-            payloads = selection.distribute(x, [])
-            payload = (
-                x.receive(root, algorithms.SPREAD_STEP) if payloads is None else payloads[root]
-            )
-            return unpack_part(payload, wanted)
+            found = selection.distribute(x, [])
+            return unpack_part(selection.payload_from(x, root, found), wanted)
         flats = [copy_if_shared(source.flat(), mine) for source in sources]
         messages = [pack_part(*part) for part in zip(sources, flats, strict=True)]
         selection.distribute(x, messages)

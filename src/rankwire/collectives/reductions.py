@@ -270,40 +270,46 @@ class PremultipliedSum(Reduction):
 
 def from_float16(piece: Array) -> Array:
     """Return float16 values as float32."""
-    if _can_torch(piece):
-        wide = np.empty(piece.size, np.float32)
-        _convert(piece, wide)
-        if not _has_nan(wide):
-            return wide
-    return piece.astype(np.float32)
-
-
-def to_float16(wide: Array, out: Array) -> None:
-    """Round float32 values to float16."""
-    if _can_torch(out) and not _has_nan(wide):
-        _convert(wide, out)
-    else:
-        np.copyto(out, wide, casting="unsafe")
+    wide = _widen_by_torch(piece)
+    return piece.astype(np.float32) if wide is None or _has_nan(wide) else wide
 
 
 def from_bfloat16(piece: Array) -> Array:
     """Return bfloat16 values as float32: each is the upper half of one."""
-    if _can_torch(piece):
-        wide = np.empty(piece.size, np.float32)
-        _convert(piece, wide)
-        return wide
-    return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    wide = _widen_by_torch(piece)
+    if wide is None:
+        return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def to_float16(wide: Array, out: Array) -> None:
+    """Round float32 values to float16."""
+    if not _narrow_by_torch(wide, out):
+        np.copyto(out, wide, casting="unsafe")
 
 
 def to_bfloat16(wide: Array, out: Array) -> None:
     """Round float32 values to bfloat16; NaNs stay NaNs."""
-    if _can_torch(out) and not _has_nan(wide):
-        _convert(wide, out)
-        return
-    bits = wide.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    quiet_nan = (bits >> 16) | 0x0040
-    out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)
+    if not _narrow_by_torch(wide, out):
+        bits = wide.view(np.uint32)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        quiet_nan = (bits >> 16) | 0x0040
+        out.view(np.uint16)[...] = np.where(np.isnan(wide), quiet_nan, rounded)
+
+
+def _widen_by_torch(piece: Array) -> Array | None:
+    if not _can_torch(piece):
+        return None
+    wide = np.empty(piece.size, np.float32)
+    _convert(piece, wide)
+    return wide
+
+
+def _narrow_by_torch(wide: Array, out: Array) -> bool:
+    if not _can_torch(out) or _has_nan(wide):
+        return False
+    _convert(wide, out)
+    return True
 
 
 def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:

@@ -14,7 +14,7 @@ from rankwire.collectives.algorithms import Array
 from rankwire.collectives.exchange import Exchange
 from rankwire.collectives.reductions import Reduction
 from rankwire.collectives.slots import Hosts
-from rankwire.wire.frames import Message
+from rankwire.wire.frames import Message, Payload
 
 # The limits are in bytes per rank, unless they say otherwise.
 # Up to here two ranks exchange whole arrays.
@@ -90,10 +90,7 @@ def broadcast(x: Exchange, array: Array, root: int) -> None:
 
 def all_gather(x: Exchange, own: Array, out: Array) -> None:
     """Fill ``out`` with the parts of all ranks."""
-    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
-        slot_algorithms.gather(x, x.shared, own, out)
-    else:
-        all_gather_parts(x, own, algorithms.split(out, x.size))
+    all_gather_parts(x, own, algorithms.split(out, x.size))
 
 
 def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
@@ -101,7 +98,7 @@ def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
     longest = max(part.size for part in parts)
     most = longest * own.itemsize
     if x.shared is not None and most <= x.shared.slot_nbytes:
-        slot_algorithms.gather_parts(x, x.shared, own, parts, longest)
+        slot_algorithms.gather(x, x.shared, own, parts, longest)
     elif x.hosts is not None and _passes(x, x.hosts, x.size * most):
         host_algorithms.all_gather(x, x.hosts, own, parts)
     elif x.size * most <= GATHER_UP_TO:
@@ -115,16 +112,13 @@ def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
 
 def gather(x: Exchange, own: Array, out: Array | None, root: int) -> None:
     """Fill ``out`` of the root with the parts of all ranks."""
-    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
-        slot_algorithms.gather(x, x.shared, own, out)
-    else:
-        gather_parts(x, own, None if out is None else algorithms.split(out, x.size), root)
+    gather_parts(x, own, None if out is None else algorithms.split(out, x.size), root)
 
 
 def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
     """Fill the parts of all ranks, of one size and anywhere in memory, at the root."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
-        slot_algorithms.gather_parts(x, x.shared, own, parts, own.size)
+        slot_algorithms.gather(x, x.shared, own, parts, own.size)
         return
     algorithms.gather_directly(x, own, parts, root)
     if parts is not None:
@@ -133,16 +127,13 @@ def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: i
 
 def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
-    if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
-        slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
-    else:
-        reduce_scatter_parts(x, algorithms.split(source, x.size), out, r)
+    reduce_scatter_parts(x, algorithms.split(source, x.size), out, r)
 
 
 def reduce_scatter_parts(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:
     """Reduce part i of all ranks into ``out`` of rank i; parts may differ in size."""
     if x.shared is not None and sum(part.nbytes for part in parts) <= x.shared.slot_nbytes:
-        slot_algorithms.reduce_scatter_parts(x, x.shared, parts, out, r)
+        slot_algorithms.reduce_scatter(x, x.shared, parts, out, r)
     elif (
         x.hosts is not None
         and _passes(x, x.hosts, x.size * max(part.nbytes for part in parts))
@@ -219,6 +210,11 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
     for dst in x.others if messages else ():
         x.send_buffers(dst, algorithms.SPREAD_STEP, *messages[dst])
     return None
+
+
+def payload_from(x: Exchange, src: int, found: Sequence[bytearray] | None) -> Payload:
+    """Return what a rank has for this one, after ``spread`` or ``distribute``; else receive it."""
+    return x.receive(src, algorithms.SPREAD_STEP) if found is None else found[src]
 
 
 def _passes(x: Exchange, hosts: Hosts, nbytes: int) -> bool:

@@ -47,7 +47,6 @@ def _all_reduce_piece(
     x: Exchange, shared: SharedSlots, source: Array, out: Array, r: Reduction
 ) -> None:
     rows = shared.put(x, source)
-    shared.meet(x)
     if x.size == 2:  # a rank reads its own array, which is in its cache
         r.fold_two(*((source, rows[1]) if x.rank == 0 else (rows[0], source)), out)
     elif x.size * source.nbytes <= REDUCE_ALONE_UP_TO:
@@ -65,8 +64,7 @@ def _share_the_work(
     own = slice(bounds[x.rank], bounds[x.rank + 1])
     results = shared.begin(x, out.dtype, count)
     fold_rows([row[own] for row in rows], results[x.rank][own], r)
-    shared.publish(x, out.nbytes)
-    shared.meet(x)
+    shared.publish_and_meet(x, out.nbytes)
     for rank, result in enumerate(results):
         part = slice(bounds[rank], bounds[rank + 1])
         out[part] = result[part]
@@ -83,29 +81,17 @@ def reduce(
 ) -> None:
     """Reduce ``source`` of all ranks into ``out`` of the root, where it is given."""
     rows = shared.put(x, source)
-    shared.meet(x)
     if out is not None:
         fold_rows(rows, out, r)
 
 
 def reduce_scatter(
-    x: Exchange, shared: SharedSlots, source: Array, out: Array, r: Reduction
-) -> None:
-    """Reduce the part of this rank into ``out``."""
-    rows = shared.put(x, source)
-    shared.meet(x)
-    start = x.rank * out.size
-    fold_rows([row[start : start + out.size] for row in rows], out, r)
-
-
-def reduce_scatter_parts(
     x: Exchange, shared: SharedSlots, parts: Sequence[Array], out: Array, r: Reduction
 ) -> None:
     """Reduce the part of this rank into ``out``; parts may differ in size."""
     rows = shared.begin(x, out.dtype, sum(part.size for part in parts))
     np.concatenate(parts, out=rows[x.rank])
-    shared.publish(x, rows[x.rank].nbytes)
-    shared.meet(x)
+    shared.publish_and_meet(x, rows[x.rank].nbytes)
     start = sum(part.size for part in parts[: x.rank])
     fold_rows([row[start : start + out.size] for row in rows], out, r)
 
@@ -114,32 +100,19 @@ def broadcast(x: Exchange, shared: SharedSlots, array: Array, root: int) -> None
     """Copy the root's array to all ranks."""
     if x.rank == root:
         shared.put(x, array)
-        shared.meet(x)
         return
     rows = shared.begin(x, array.dtype, array.size)
-    shared.publish(x, 0)
-    shared.meet(x)
+    shared.publish_and_meet(x)
     array[...] = rows[root]
 
 
-def gather(x: Exchange, shared: SharedSlots, own: Array, out: Array | None) -> None:
-    """Fill ``out``, where it is given, with the parts of all ranks."""
-    rows = shared.put(x, own)
-    shared.meet(x)
-    if out is not None:
-        count = own.size
-        for rank, row in enumerate(rows):
-            out[rank * count : (rank + 1) * count] = own if rank == x.rank else row
-
-
-def gather_parts(
+def gather(
     x: Exchange, shared: SharedSlots, own: Array, parts: Sequence[Array] | None, most: int
 ) -> None:
     """Fill the parts of all ranks, where given; the longest has ``most`` elements."""
     rows = shared.begin(x, own.dtype, most)
     rows[x.rank][: own.size] = own
-    shared.publish(x, own.nbytes)
-    shared.meet(x)
+    shared.publish_and_meet(x, own.nbytes)
     for rank, part in enumerate(parts or ()):
         part[...] = own if rank == x.rank else rows[rank][: part.size]
 
@@ -161,8 +134,7 @@ def all_to_all_parts(
     rows[x.rank][:head] = table.view(np.uint8)
     if others and nbytes <= shared.slot_nbytes:
         np.concatenate(others, out=rows[x.rank][head:nbytes])
-    shared.publish(x, nbytes)
-    shared.meet(x)
+    shared.publish_and_meet(x, nbytes)
     sizes = check([row[:head].view(table.dtype) for row in rows])
     if max(shared.sizes(x)) > shared.slot_nbytes:
         return None
@@ -177,7 +149,6 @@ def all_to_all_parts(
 def all_to_all(x: Exchange, shared: SharedSlots, own: Array, out: Array) -> None:
     """Give part i to rank i, and read the parts for this rank."""
     rows = shared.put(x, own)
-    shared.meet(x)
     count = own.size // x.size
     for rank, row in enumerate(rows):
         out[rank * count : (rank + 1) * count] = row[x.rank * count : (x.rank + 1) * count]
@@ -187,7 +158,6 @@ def spread(x: Exchange, shared: SharedSlots, message: Message) -> list[bytearray
     """Return the bytes of all ranks; None on all ranks if those of some rank do not fit."""
     buffers, nbytes = message
     slots = shared.put_buffers(x, buffers, nbytes)
-    shared.meet(x)
     sizes = shared.sizes(x)
     if max(sizes) > shared.slot_nbytes:
         return None
@@ -203,7 +173,6 @@ def distribute(
     for pieces, _ in messages:
         buffers.extend(pieces)
     slots = shared.put_buffers(x, buffers, ends.nbytes + int(ends[-1]) if messages else 0)
-    shared.meet(x)
     sizes = shared.sizes(x)
     if max(sizes) > shared.slot_nbytes:
         return None

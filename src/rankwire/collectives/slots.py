@@ -213,18 +213,19 @@ class SharedSlots:
         self._views: dict[tuple[Any, int], tuple[list[Array], list[Array]]] = {}
 
     def put(self, x: Exchange, array: Array) -> list[Array]:
-        """Write an array to this rank's slot; return all ranks' slots as arrays of its dtype."""
+        """Write an array to this rank's slot and meet; return all slots as arrays of its dtype."""
         rows = self.begin(x, array.dtype, array.size)
         rows[x.rank][...] = array
         self.publish(x, array.nbytes)
+        self.meet(x)
         return rows
 
     def put_buffers(self, x: Exchange, buffers: Sequence[Buffer], nbytes: int) -> list[Array]:
-        """Write bytes to this rank's slot; if they do not fit, publish only their number."""
+        """Write bytes to this rank's slot and meet; if they do not fit, publish their number."""
         rows = self.begin(x, np.dtype(np.uint8), self.slot_nbytes)
         if nbytes <= self.slot_nbytes:
             rows[x.rank][:nbytes] = np.frombuffer(b"".join(buffers), np.uint8)
-        self.publish(x, nbytes)
+        self.publish_and_meet(x, nbytes)
         return rows
 
     def begin(self, x: Exchange, dtype: np.dtype[Any], count: int) -> list[Array]:
@@ -241,6 +242,11 @@ class SharedSlots:
         """Notify the other ranks that this rank's slot is complete."""
         self._segment.publish(x.tag, nbytes)
         self._segment.wake_others()
+
+    def publish_and_meet(self, x: Exchange, nbytes: int = 0) -> None:
+        """Publish this rank's slot, and wait until the slots of all ranks may be read."""
+        self.publish(x, nbytes)
+        self.meet(x)
 
     def meet(self, x: Exchange) -> None:
         """Wait until all other ranks have published this step. Their slots may then be read."""

@@ -35,6 +35,7 @@ from rankwire.collectives.sequence import Plan
 from rankwire.errors import CollectiveMismatchError, ConfigurationError
 
 _ANY_COUNT = -1  # this rank accepts any number of rows
+_OWN = "the array of this rank"
 
 
 def is_list(value: object) -> bool:
@@ -71,7 +72,7 @@ def parts_of(backend: Backend, value: Any) -> list[Operand]:
 def all_gather(backend: Backend, source: Operand, out: Sequence[Any]) -> Plan:
     """Fill ``out[i]`` with the array of rank i."""
     targets = targets_of(out, backend.world_size)
-    _check_own(targets[backend.rank], source, f"out[{backend.rank}]")
+    targets[backend.rank].check_like(source, source.shape, f"out[{backend.rank}]", _OWN)
     description = describe_many("all_gather into a list", each=kinds_of(targets))
     return description, _gather_steps(source, targets, out, selection.all_gather_parts)
 
@@ -80,7 +81,7 @@ def gather(backend: Backend, source: Operand, root: int, out: Sequence[Any]) -> 
     """Fill ``out[i]`` at the root with the array of rank i; all have one dtype and shape."""
     targets = targets_of(out, backend.world_size)
     for at, target in enumerate(targets):
-        _check_own(target, source, f"out[{at}]")
+        target.check_like(source, source.shape, f"out[{at}]", _OWN)
     description = describe("gather", f"root {root}", source.dtype_name, source.shape)
     move = partial(selection.gather_parts, root=root)
     return description, _gather_steps(source, targets, out, move)
@@ -236,14 +237,6 @@ def _bytes_to_send(
 def _is_same_memory(a: Operand, b: Operand) -> bool:
     here, there = a.array.__array_interface__, b.array.__array_interface__
     return bool(here["data"][0] == there["data"][0] and a.array.strides == b.array.strides)
-
-
-def _check_own(target: Operand, source: Operand, name: str) -> None:
-    if (target.dtype_name, target.shape) != (source.dtype_name, source.shape):
-        raise ConfigurationError(
-            f"{name} is {target.dtype_name} {target.shape}, "
-            f"the array of this rank is {source.dtype_name} {source.shape}"
-        )
 
 
 def _check_counts(name: str, counts: Sequence[int], size: int) -> list[int]:
