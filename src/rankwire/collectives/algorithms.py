@@ -58,9 +58,6 @@ def pad(array: Array, count: int) -> Array:
     return longer
 
 
-# -- meeting ---------------------------------------------------------------------------------------
-
-
 def meet(x: Exchange) -> None:
     """Wait for all ranks, in log2(N) rounds (dissemination: Hensgen, Finkel, Manber 1988)."""
     distance, step = 1, _MEET
@@ -74,9 +71,6 @@ def meet_before_much(x: Exchange, nbytes: int) -> None:
     """Meet if the message is large: a sender that blocks in it learns of no failure."""
     if nbytes >= _MUCH:
         meet(x)
-
-
-# -- gathering -------------------------------------------------------------------------------------
 
 
 def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
@@ -144,7 +138,7 @@ def all_to_all_directly(x: Exchange, sent: Sequence[Array], received: Sequence[A
 
 
 def _expect_much(x: Exchange, step: int, parts: Sequence[Array]) -> dict[int, Arriving]:
-    """Post receives for large parts, so that they arrive in place while this rank sends."""
+    # They arrive in place while this rank sends.
     return {
         src: x.expect_into(src, step, parts[src])
         for src in reversed(x.others)
@@ -169,9 +163,6 @@ def _copy_pieces(pieces: Sequence[Piece | None], parts: Sequence[Array]) -> None
     for piece, part in zip(pieces, parts, strict=True):
         if piece is not None:
             piece.copy_into(part)
-
-
-# -- broadcasting ----------------------------------------------------------------------------------
 
 
 def broadcast_by_tree(x: Exchange, array: Array, root: int) -> None:
@@ -223,9 +214,6 @@ def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
     if x.rank != root:
         for src in reversed(x.others):
             x.receive_into(src, _GATHER, parts[src])
-
-
-# -- reducing --------------------------------------------------------------------------------------
 
 
 def all_reduce_by_exchange(x: Exchange, source: Array, out: Array, r: Reduction) -> None:

@@ -83,7 +83,7 @@ class Task:
 
 
 class _Visit:
-    """The role of runner, held by a thread that waits for a work."""
+    """The runner's role in a waiting thread."""
 
     __slots__ = ("thread",)
 
@@ -221,8 +221,6 @@ class Background:
                 self._runner = None
             if self._queue and self._is_called:
                 self._rouse()
-
-    # -- the worker --------------------------------------------------------------------------------
 
     def _rouse(self) -> None:
         if self._is_asleep:

@@ -1,8 +1,4 @@
-"""Failure reports: what the ranks of a group report to each other, through the coordinator.
-
-``FailureReports`` keeps the reports of other ranks. ``failure_notice`` makes the report of a rank's
-error, and ``error_of`` the error that the other ranks raise.
-"""
+"""Failure reports: what the ranks of a group report to each other, through the coordinator."""
 
 from __future__ import annotations
 
@@ -174,7 +170,7 @@ def _root_of(backend: Backend, peer: int | None) -> int | None:
 def error_of(
     notice: Notice, sender: int, rank: int = -1, *, is_news: bool = False
 ) -> RankwireError:
-    """Return the error to raise because an operation has failed on another rank.
+    """Return the error that the other ranks raise for the report of a rank's error.
 
     ``is_news`` says that the operation had succeeded on ``rank``.
     """
@@ -200,7 +196,7 @@ def error_of(
 def failure_notice(
     waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
 ) -> Notice:
-    """Return the notice of a failure, made from the one that a rank sends while it waits."""
+    """Return the report of a rank's error, made from the notice that it sends while it waits."""
     state, culprit = "refused" if refused else "failed", rank
     text = error.message if isinstance(error, RankwireError) else repr(error)
     if isinstance(error, CollectiveMismatchError):

@@ -184,9 +184,6 @@ def _split_by_rank(whole: Array, hosts: Hosts, size: int) -> list[bytearray]:
     return found
 
 
-# -- helpers ---------------------------------------------------------------------------------------
-
-
 def _slots(hosts: Hosts) -> SharedSlots:
     assert hosts.slots is not None  # or x.hosts would be None
     return hosts.slots
@@ -195,10 +192,10 @@ def _slots(hosts: Hosts) -> SharedSlots:
 def _lead_to(
     x: Exchange, hosts: Hosts, root: int
 ) -> tuple[SubExchange, SubExchange | None, int, int]:
-    """Return the exchanges of an operation with a root, which leads its host.
+    """Return the exchange inside this host and, if this rank leads it, that across leaders.
 
-    They are the exchange inside this host; the one across leaders, if this rank is one; the root's
-    rank in the latter; and the rank of this host's leader in the former.
+    Also the root's rank in the latter, whose host it leads; and that of this host's leader in the
+    former.
     """
     leaders = hosts.leaders(root)
     place = hosts.groups[hosts.here].index(leaders[hosts.here])

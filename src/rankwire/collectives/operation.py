@@ -111,7 +111,6 @@ class Operation(Exchange):
         return self.sequence
 
     def _await_turn(self) -> None:
-        """Wait until earlier operations have ended, unless this one has failed elsewhere."""
         self._operations.hurry()
         while not self._operations.is_turn_of(self._number, self.deadline.sooner(LOOK_EVERY)):
             if self.deadline.expired:
@@ -130,8 +129,6 @@ class Operation(Exchange):
         """Use another tag from now on, so that steps may be repeated."""
         self._tags.append(tag_of(f"{self.description} part {part}", self._number, self._epoch))
         self.tag = self._tags[-1]
-
-    # -- failing -----------------------------------------------------------------------------------
 
     def give_up(self, error: BaseException) -> BaseException:
         """End it after an error or an interrupt; return the error to raise. Safe to repeat."""
@@ -225,7 +222,6 @@ class Operation(Exchange):
         return self._poll(seconds, hear)
 
     def _poll(self, seconds: float, hear: Callable[[], tuple[T, bool]]) -> T:
-        """Call ``hear`` until it is done or the time is up; return what it has found last."""
         patience = Deadline(seconds, self._backend.clock)
         while True:
             found, is_done = hear()
@@ -237,8 +233,6 @@ class Operation(Exchange):
         failure = self._operations.failure_of(self._number)
         if failure is not None:
             raise failure
-
-    # -- waiting -----------------------------------------------------------------------------------
 
     def look(self, src: int) -> None:
         """Raise if this operation cannot succeed; report once that this rank waits."""

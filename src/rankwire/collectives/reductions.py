@@ -260,8 +260,6 @@ class PremultipliedSum(Reduction):
             self._narrow(self._widen(own) * self._factor, result)
 
 
-# -- float16 and bfloat16 --------------------------------------------------------------------------
-#
 # numpy has no bfloat16. If the program has loaded torch, torch converts several times as fast; it
 # is never imported here. Both round to nearest even and give the same bits except for NaNs, which
 # numpy converts. Pieces are so small that torch uses only this thread: its other threads may share

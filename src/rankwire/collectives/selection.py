@@ -162,8 +162,7 @@ def all_to_all_parts(
 ) -> None:
     """Send part i to rank i, once all ranks have agreed on all sizes.
 
-    ``table`` has the sizes that this rank sends and expects. ``check`` returns how many bytes each
-    rank sends to each, from all tables, or raises.
+    From all ranks' tables, ``check`` returns how many bytes each rank sends to each, or raises.
     """
     if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
         found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)

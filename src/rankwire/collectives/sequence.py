@@ -1,10 +1,10 @@
 """The sequence of operations: what one rank knows of its group's collectives.
 
-Operations run one at a time in the order of their numbers, in any thread, so messages sent early
-for a later one cannot block an earlier one. A successful operation sends only its own messages. A
-rank that has waited for 50 ms reports its operation to the coordinator, then checks every 50 ms for
-notices (``rendezvous.roll``): ranks are missing, have failed or are in another operation. A call
-with invalid arguments gets a number as well, because the other ranks have called it too.
+Operations run one at a time in the order of their numbers, in any thread. A successful one sends
+only its own messages. A rank that has waited for 50 ms reports its operation to the coordinator,
+then checks every 50 ms for notices (``rendezvous.roll``): ranks are missing, have failed or are in
+another operation. A call with invalid arguments gets a number as well, because the other ranks have
+called it too.
 
 A rank may learn of a failure after it has completed its own part. The ranks that know use a later
 *epoch*, and messages of different epochs do not match, so the next operation fails on all ranks.

@@ -124,10 +124,7 @@ def all_to_all_parts(
     sent: Sequence[Array],
     check: Callable[[Sequence[Array]], list[list[int]]],
 ) -> list[Array] | None:
-    """Publish this rank's table and parts; return each rank's bytes, None if some do not fit.
-
-    ``check`` returns how many bytes each rank sends to each, from all tables, or raises.
-    """
+    """Publish this rank's table and parts; return each rank's bytes, None if some do not fit."""
     others = [*sent[: x.rank], *sent[x.rank + 1 :]]  # without this rank's own part
     head, nbytes = table.nbytes, table.nbytes + sum(part.nbytes for part in others)
     rows = shared.begin(x, _BYTES, shared.slot_nbytes)

@@ -3,8 +3,6 @@
 In ``all_gather`` and ``reduce_scatter`` the description contains all dtypes and shapes. In
 ``all_to_all`` all ranks first exchange tables of what they send and expect. Either way all ranks
 find a disagreement before any element is written.
-
-Each function checks its arguments and returns the operation's description and its steps.
 """
 
 from __future__ import annotations
@@ -128,7 +126,7 @@ def reduce_scatter(backend: Backend, arrays: Sequence[Any], op: Any, out: Any) -
 
 
 def all_to_all(backend: Backend, arrays: Sequence[Any], out: Any) -> Plan:
-    """Send array i to rank i, and fill ``out[i]`` with the array from rank i."""
+    """Send array i to rank i, and fill ``out[i]`` with that of rank i."""
     sources = operands_of(arrays, "array", backend.world_size)
     if not is_list(out):
         raise ConfigurationError(
