@@ -90,7 +90,10 @@ def broadcast(x: Exchange, array: Array, root: int) -> None:
 
 def all_gather(x: Exchange, own: Array, out: Array) -> None:
     """Fill ``out`` with the parts of all ranks."""
-    all_gather_parts(x, own, algorithms.split(out, x.size))
+    if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.gather(x, x.shared, own, out)
+    else:
+        all_gather_parts(x, own, algorithms.split(out, x.size))
 
 
 def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
@@ -98,7 +101,7 @@ def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
     longest = max(part.size for part in parts)
     most = longest * own.itemsize
     if x.shared is not None and most <= x.shared.slot_nbytes:
-        slot_algorithms.gather(x, x.shared, own, parts, longest)
+        slot_algorithms.gather_parts(x, x.shared, own, parts, longest)
     elif x.hosts is not None and _passes(x, x.hosts, x.size * most):
         host_algorithms.all_gather(x, x.hosts, own, parts)
     elif x.size * most <= GATHER_UP_TO:
@@ -118,7 +121,7 @@ def gather(x: Exchange, own: Array, out: Array | None, root: int) -> None:
 def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
     """Fill the parts of all ranks, of one size and anywhere in memory, at the root."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
-        slot_algorithms.gather(x, x.shared, own, parts, own.size)
+        slot_algorithms.gather_parts(x, x.shared, own, parts, own.size)
         return
     algorithms.gather_directly(x, own, parts, root)
     if parts is not None:
@@ -127,13 +130,16 @@ def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: i
 
 def reduce_scatter(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Reduce part i of ``source`` of all ranks into ``out`` of rank i."""
-    reduce_scatter_parts(x, algorithms.split(source, x.size), out, r)
+    if x.shared is not None and source.nbytes <= x.shared.slot_nbytes:
+        slot_algorithms.reduce_scatter(x, x.shared, source, out, r)
+    else:
+        reduce_scatter_parts(x, algorithms.split(source, x.size), out, r)
 
 
 def reduce_scatter_parts(x: Exchange, parts: Sequence[Array], out: Array, r: Reduction) -> None:
     """Reduce part i of all ranks into ``out`` of rank i; parts may differ in size."""
     if x.shared is not None and sum(part.nbytes for part in parts) <= x.shared.slot_nbytes:
-        slot_algorithms.reduce_scatter(x, x.shared, parts, out, r)
+        slot_algorithms.reduce_scatter_parts(x, x.shared, parts, out, r)
     elif (
         x.hosts is not None
         and _passes(x, x.hosts, x.size * max(part.nbytes for part in parts))
