@@ -336,7 +336,7 @@ OWN_WAITS = {
     "rendezvous/secret.py": "a process asks its launcher over a socket, before there is a world",
     "testing/conformance/call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
-    "testing/conformance/concurrency_checks.py": "a Work waits by its own clock",
+    "testing/conformance/group_checks.py": "a Work waits by its own clock",
     "torch/torch_rendezvous.py": "torch's stores wait by the system clock, before there is a world",
     "torch/work_handles.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",

@@ -66,7 +66,6 @@ SHOWN_IN = {
     "testing/conformance/basic_checks": "conformance/test_conformance.py",
     "testing/conformance/call_checks": "conformance/test_conformance.py",
     "testing/conformance/collective_checks": "conformance/test_conformance.py",
-    "testing/conformance/concurrency_checks": "conformance/test_conformance.py",
     "testing/conformance/group_checks": "conformance/test_conformance.py",
     "testing/conformance/message_checks": "conformance/test_conformance.py",
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",

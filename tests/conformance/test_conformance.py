@@ -13,7 +13,7 @@ import rankwire
 from rankwire.collectives import background, work
 from rankwire.collectives.slots import SlotAgreement
 from rankwire.testing import CHECKS, in_parallel, simulated_world, sub_world, tcp_world
-from rankwire.testing.conformance import collective_checks, concurrency_checks
+from rankwire.testing.conformance import collective_checks, group_checks
 from rankwire.transports.shared_memory import CAN_SHARE
 
 unix_world = partial(tcp_world, transport="unix")
@@ -72,7 +72,7 @@ COLLECTIVES_ONLY = ("unix",)  # in which alone it differs from "segment"
 OF_COLLECTIVES = {
     name
     for name, check in CHECKS.items()
-    if check.__module__ in (collective_checks.__name__, concurrency_checks.__name__)
+    if check.__module__ in (collective_checks.__name__, group_checks.__name__)
 }
 
 

@@ -13,7 +13,6 @@ from rankwire.testing.conformance import (
     basic_checks,
     call_checks,
     collective_checks,
-    concurrency_checks,
     group_checks,
     message_checks,
     nested_call_checks,
@@ -31,7 +30,6 @@ CHECKS: dict[str, Check] = {
         message_checks,
         group_checks,
         collective_checks,
-        concurrency_checks,
         call_checks,
         nested_call_checks,
     )

@@ -1,10 +1,12 @@
-"""Conformance checks of messages, timeouts, barriers and closing."""
+"""Conformance checks of messages, timeouts, barriers, closing, and what ranks know of others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+
+import numpy as np
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
@@ -17,12 +19,21 @@ from rankwire.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
     MessageTooLargeError,
+    PeerLostError,
     RankwireError,
     SelfSendError,
     SizeMismatchError,
 )
 from rankwire.rpc.agent import RpcAgent
-from rankwire.testing.conformance.tools import SIZES, expect, on_every_rank, run_in_worlds, until
+from rankwire.testing.conformance.tools import (
+    PATIENCE,
+    SIZES,
+    expect,
+    leave,
+    on_every_rank,
+    run_in_worlds,
+    until,
+)
 from rankwire.testing.ranks import MakeWorld, in_parallel
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -50,13 +61,19 @@ def wrong_ranks_are_refused(make_world: MakeWorld) -> None:
         for wrong in (2, 5, -1):
             error = expect(InvalidRankError, partial(first.send, b"x", wrong))
             assert (error.invalid_rank, error.world_size) == (wrong, 2)
+            array = expect(InvalidRankError, partial(first.send_array, np.ones(1), wrong))
+            assert str(wrong) in str(array)
             expect(InvalidRankError, partial(first.recv, wrong))
+            expect(InvalidRankError, partial(first.recv_array, wrong))
 
 
 def sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
     with make_world(2) as (first, _):
         expect(SelfSendError, lambda: first.send(b"x", 0))
         expect(SelfSendError, lambda: first.recv(0))
+        expect(SelfSendError, lambda: first.sendrecv(np.ones(1), 0))
+    with make_world(1) as (alone,):
+        expect(SelfSendError, lambda: alone.send_array(np.ones(1), 0))
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -303,3 +320,76 @@ def closing_again_does_nothing(make_world: MakeWorld) -> None:
         assert not second.closed
         error = expect(RankwireError, lambda: second.recv(0, timeout=0.2))
         assert "the second time" not in str(error)
+
+
+# -- what ranks know of each other -----------------------------------------------------------------
+
+
+def at_first_all_are_alive(make_world: MakeWorld) -> None:
+    with make_world(3) as world:
+        for backend in world:
+            assert backend.alive == (0, 1, 2)
+            status = backend.status()
+            assert (status.rank, status.world_size) == (backend.rank, 3)
+            assert {peer.state for peer in status.peers.values()} == {"up"}
+            assert sorted([*status.peers, backend.rank]) == [0, 1, 2]
+
+
+def the_status_shows_what_a_rank_waits_for(make_world: MakeWorld) -> None:
+    with make_world(2, timeout=PATIENCE) as (first, second):
+        waiting = runtime.Thread(target=partial(first.recv, 1, 5))
+        waiting.start()
+        wanted = ("a message with tag 5",)
+        until(lambda: first.status().peers[1].waiting_for == wanted)
+        assert first.status().waiting_on == [1]
+        assert "a message with tag 5" in str(first.status())
+        second.send(b"", 0, 5)
+        waiting.join()
+        assert first.status().waiting_on == []
+
+
+def unreceived_messages_are_reported(make_world: MakeWorld) -> None:
+    with make_world(2, timeout=PATIENCE) as (first, second):
+        for tag in (9, 7, 9):
+            second.send(b"", 0, tag)
+        second.send(b"last", 0, 1)
+        assert first.recv(1, 1) == b"last"  # the others were read before it
+        late = expect(DeadlineExceededError, partial(first.recv, 1, 5, 0.05))
+        assert "messages of rank 1 lie here unreceived: 1 with tag 7, 2 with tag 9" in str(late)
+        assert first.status().peers[1].unreceived == ("1 with tag 7", "2 with tag 9")
+        assert "unreceived: 1 with tag 7, 2 with tag 9" in str(first.status())
+        for tag in (7, 9, 9):
+            first.recv(1, tag)
+        assert first.status().peers[1].unreceived == ()
+
+
+def the_error_of_a_failed_rank_reaches_the_others(make_world: MakeWorld) -> None:
+    with make_world(3, timeout=PATIENCE) as world:
+        told: list[PeerLostError] = []
+        world[0].on_peer_lost(told.append)
+        try:
+            raise ValueError("bad batch")
+        except ValueError as error:
+            leave(world[1], error)
+        for other in (world[0], world[2]):
+            lost = expect(PeerLostError, partial(other.recv, 1))
+            assert lost.peer == 1
+            assert lost.reason == "it raised ValueError: bad batch"
+            assert "the_error_of_a_failed_rank" in lost.remote_traceback
+            until(lambda other=other: other.alive == (0, 2))  # type: ignore[misc]
+            assert other.status().peers[1].state == "lost"
+        until(lambda: [error.peer for error in told] == [1])
+        late: list[PeerLostError] = []
+        world[0].on_peer_lost(late.append)
+        until(lambda: [error.peer for error in late] == [1])
+
+
+def a_rank_that_leaves_is_not_lost(make_world: MakeWorld) -> None:
+    with make_world(3, timeout=PATIENCE) as world:
+        told: list[PeerLostError] = []
+        world[0].on_peer_lost(told.append)
+        leave(world[2])
+        expect(ChannelClosedError, lambda: world[0].recv(2))
+        until(lambda: world[0].alive == (0, 1))
+        assert world[0].status().peers[2].state == "left"
+        assert told == []

@@ -1,23 +1,211 @@
-"""Conformance checks of groups on every parent, and of what ranks know of each other."""
+"""Conformance checks of groups, and of collectives that overlap or do not match."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from rankwire import runtime
+import numpy as np
+
 from rankwire.backends.base import Backend
 from rankwire.backends.sub import SubBackend
+from rankwire.clock import REAL_TIME
+from rankwire.collectives import objects, operations
+from rankwire.collectives.work import Work
 from rankwire.errors import (
     ChannelClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    ConfigurationError,
     DeadlineExceededError,
     InvalidRankError,
     InvalidWorldSizeError,
     MembershipError,
-    PeerLostError,
+    MessageTooLargeError,
+    RankwireError,
 )
-from rankwire.testing.conformance.tools import PATIENCE, expect, leave, until
+from rankwire.testing.conformance.tools import (
+    expect,
+    has_values,
+    on_every_rank,
+    run_all,
+    run_in_worlds,
+)
 from rankwire.testing.ranks import MakeWorld, in_parallel
+
+_SOON = 5.0  # seconds for all ranks to learn of a mismatch, on a busy machine
+_LARGE = 3 << 17  # elements of 8 bytes: more than fits one message
+
+
+@on_every_rank(2, 3)
+def large_arrays_are_whole(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    base = np.arange(_LARGE * size, dtype=np.float64)
+    total = base * size + size * (size - 1) // 2
+    mine = slice(rank * _LARGE, (rank + 1) * _LARGE)
+    assert has_values(operations.all_reduce(backend, base + rank), total)
+    assert has_values(operations.reduce_scatter(backend, base + rank), total[mine])
+    assert has_values(operations.all_gather(backend, base[mine]), base)
+    own = base.copy() if rank == size - 1 else np.zeros_like(base)
+    assert has_values(operations.broadcast(backend, own, size - 1), base)
+    assert has_values(operations.scatter(backend, base, size - 1), base[mine])
+    received = operations.all_to_all(backend, base + rank)
+    assert has_values(received, np.concatenate([base[mine] + src for src in range(size)]))
+    at_root = operations.reduce(backend, base + rank, size - 1)
+    joined = operations.gather(backend, base[mine], size - 1)
+    if rank == size - 1:
+        assert has_values(at_root, total)
+        assert has_values(joined, base)
+
+
+@on_every_rank()
+def shapes_do_not_depend_on_the_number_of_ranks(backend: Backend) -> None:
+    size = backend.world_size
+    for shape in ((), (0,), (3, 0, 2), (1, 1)):
+        ones = np.ones(shape, np.int32)
+        assert has_values(operations.all_reduce(backend, ones.copy()), ones * size)
+        assert has_values(operations.broadcast(backend, ones.copy()), ones)
+        rows = (size * shape[0], *shape[1:]) if shape else (size,)
+        assert has_values(operations.all_gather(backend, ones), np.ones(rows, np.int32))
+    empty = np.empty((0, 4), np.float16)
+    assert has_values(operations.reduce_scatter(backend, empty), empty)
+    assert has_values(operations.all_to_all(backend, empty), empty)
+    assert has_values(operations.scatter(backend, empty), empty)
+
+
+@on_every_rank()
+def the_background_gives_the_same(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    gathering = operations.all_gather(backend, np.array([rank, rank + 10]), async_op=True)
+    reducing = operations.reduce_scatter(
+        backend, np.arange(1.0, 2 * size + 1), "mean", async_op=True
+    )
+    assert isinstance(gathering, Work)
+    assert "all_gather" in repr(gathering)
+    assert "reduce_scatter" in reducing.description
+    assert has_values(reducing.wait(timeout=10.0), [2.0 * rank + 1, 2.0 * rank + 2])
+    assert has_values(gathering.wait(), np.concatenate([[r, r + 10] for r in range(size)]))
+    assert gathering.done()
+    assert gathering.exception() is None
+    assert gathering.result() is gathering.wait()
+    operations.broadcast(backend, np.ones(2), async_op=True)  # it completes although it was dropped
+    operations.barrier(backend, async_op=True).wait()
+    assert objects.all_gather_object(backend, rank, async_op=True).wait() == list(range(size))
+
+
+@on_every_rank(2, 4)
+def eight_operations_of_one_size_never_mix(backend: Backend) -> None:
+    size, rank = backend.world_size, backend.rank
+    arrays = [np.full(1000, 100.0 * number + rank) for number in range(8)]
+    outstanding = [
+        operations.all_reduce(backend, array, async_op=True)
+        if number % 2
+        else operations.all_gather(backend, array, async_op=True)
+        for number, array in enumerate(arrays)
+    ]
+    assert has_values(operations.all_reduce(backend, np.ones(1000)), np.full(1000, float(size)))
+    # Every rank waits in a different order.
+    for number in np.random.default_rng(rank).permutation(8):
+        if number % 2:
+            expected = np.full(1000, 100.0 * number * size + size * (size - 1) / 2)
+        else:
+            expected = np.repeat(100.0 * number + np.arange(size), 1000)
+        assert has_values(outstanding[number].wait(), expected)
+
+
+def all_ranks_learn_of_a_mismatch(make_world: MakeWorld) -> None:
+    def call(backend: Backend, case: str) -> object:
+        other = backend.rank == 1
+        array = np.ones(4, np.float64 if other and case == "dtype" else np.float32)
+        if case == "shape":
+            array = array.reshape((2, 2) if other else (4,))
+        if case == "empty on one":
+            array = array[:0] if other else array
+        if case == "root":
+            return operations.broadcast(backend, array, int(other))
+        if case == "kind" and other:
+            return operations.all_gather(backend, array)
+        return operations.all_reduce(backend, array, "max" if other and case == "op" else "sum")
+
+    def each(backend: Backend, case: str) -> None:
+        begin = REAL_TIME.now()
+        error = expect(CollectiveMismatchError, partial(call, backend, case))
+        assert REAL_TIME.now() - begin < _SOON
+        assert error.rank == backend.rank
+
+    for case in ("shape", "dtype", "op", "root", "kind", "empty on one"):
+        with make_world(3) as world:
+            run_all(world, partial(each, case=case))
+
+
+def one_rank_that_fails_ends_it_for_all(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> RankwireError:
+        wrong = np.empty(3) if backend.rank == 1 else None
+        rows, counts = np.ones(2 * backend.world_size), [2] * backend.world_size
+        call = partial(operations.all_to_all, backend, rows, send_counts=counts, out=wrong)
+        return expect(RankwireError, call)
+
+    for size in (2, 4):
+        with make_world(size) as world:
+            begin = REAL_TIME.now()
+            errors = run_all(world, each)
+            assert REAL_TIME.now() - begin < _SOON
+            assert isinstance(errors.pop(1), ConfigurationError)
+            for error in errors:
+                assert isinstance(error, CollectiveAbortedError)
+                assert error.peer == 1
+
+
+def an_array_above_the_limit_harms_nobody(make_world: MakeWorld) -> None:
+    def each(backend: Backend, call: Callable[..., Any]) -> None:
+        error = expect(RankwireError, partial(call, backend, np.ones(300_000)))
+        assert isinstance(error, MessageTooLargeError | CollectiveAbortedError)
+        assert "limit" in error.message
+        backend.barrier()
+        assert has_values(operations.all_reduce(backend, np.ones(2)), [3.0, 3.0])
+
+    for call in (operations.all_gather, operations.broadcast, operations.scatter):
+        with make_world(3, max_message_nbytes=100_000) as world:
+            run_all(world, partial(each, call=call))
+
+
+def who_does_not_come_is_named(make_world: MakeWorld) -> None:
+    def each(backend: Backend) -> RankwireError | None:
+        if backend.rank == 2:
+            return None
+        call = partial(operations.all_reduce, backend, np.ones(3), timeout=1.5)
+        return expect(RankwireError, call)
+
+    with make_world(4) as world:
+        errors = [error for error in run_all(world, each) if error is not None]
+        # The first rank to time out tells the others, and their errors say so.
+        late = [error for error in errors if isinstance(error, DeadlineExceededError)]
+        assert late
+        assert all(error.waiting_for == [2] for error in late)
+        assert all("waiting for rank 2" in error.message for error in errors)
+
+
+def groups_of_a_hybrid_layout_work_at_once(make_world: MakeWorld) -> None:
+    """Two nodes of two ranks: parts within a node, means across the nodes."""
+    gradients = [np.array([2.0, 4.0, 6.0, 8.0]), np.array([10.0, 20.0, 30.0, 40.0])]
+
+    def each(backend: Backend) -> None:
+        node, place = divmod(backend.rank, 2)
+        within = SubBackend(backend, [2 * node, 2 * node + 1])
+        across = SubBackend(backend, [place, place + 2])
+        everyone = operations.all_reduce(backend, np.ones(4), async_op=True)
+        part = operations.reduce_scatter(within, gradients[node], "mean")
+        other = operations.all_gather(across, np.array([backend.rank]), async_op=True)
+        operations.all_reduce(across, part, "mean")
+        assert has_values(part, [[6.0, 12.0], [18.0, 24.0]][place])
+        assert has_values(other.wait(), [place, place + 2])
+        assert has_values(everyone.wait(), np.full(4, 4.0))
+
+    run_in_worlds(make_world, each, (4,))
+
+
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def _groups(world: Sequence[Backend], members: Sequence[int]) -> list[SubBackend]:
@@ -118,76 +306,3 @@ def leaving_a_group_leaves_the_parent_alone(make_world: MakeWorld) -> None:
         expect(ChannelClosedError, partial(groups[0].send, b"x", 1))
         world[0].send(b"still here", 1)
         assert world[1].recv(0) == b"still here"
-
-
-# -- what ranks know of each other -----------------------------------------------------------------
-
-
-def at_first_all_are_alive(make_world: MakeWorld) -> None:
-    with make_world(3) as world:
-        for backend in world:
-            assert backend.alive == (0, 1, 2)
-            status = backend.status()
-            assert (status.rank, status.world_size) == (backend.rank, 3)
-            assert {peer.state for peer in status.peers.values()} == {"up"}
-            assert sorted([*status.peers, backend.rank]) == [0, 1, 2]
-
-
-def the_status_shows_what_a_rank_waits_for(make_world: MakeWorld) -> None:
-    with make_world(2, timeout=PATIENCE) as (first, second):
-        waiting = runtime.Thread(target=partial(first.recv, 1, 5))
-        waiting.start()
-        wanted = ("a message with tag 5",)
-        until(lambda: first.status().peers[1].waiting_for == wanted)
-        assert first.status().waiting_on == [1]
-        assert "a message with tag 5" in str(first.status())
-        second.send(b"", 0, 5)
-        waiting.join()
-        assert first.status().waiting_on == []
-
-
-def unreceived_messages_are_reported(make_world: MakeWorld) -> None:
-    with make_world(2, timeout=PATIENCE) as (first, second):
-        for tag in (9, 7, 9):
-            second.send(b"", 0, tag)
-        second.send(b"last", 0, 1)
-        assert first.recv(1, 1) == b"last"  # the others were read before it
-        late = expect(DeadlineExceededError, partial(first.recv, 1, 5, 0.05))
-        assert "messages of rank 1 lie here unreceived: 1 with tag 7, 2 with tag 9" in str(late)
-        assert first.status().peers[1].unreceived == ("1 with tag 7", "2 with tag 9")
-        assert "unreceived: 1 with tag 7, 2 with tag 9" in str(first.status())
-        for tag in (7, 9, 9):
-            first.recv(1, tag)
-        assert first.status().peers[1].unreceived == ()
-
-
-def the_error_of_a_failed_rank_reaches_the_others(make_world: MakeWorld) -> None:
-    with make_world(3, timeout=PATIENCE) as world:
-        told: list[PeerLostError] = []
-        world[0].on_peer_lost(told.append)
-        try:
-            raise ValueError("bad batch")
-        except ValueError as error:
-            leave(world[1], error)
-        for other in (world[0], world[2]):
-            lost = expect(PeerLostError, partial(other.recv, 1))
-            assert lost.peer == 1
-            assert lost.reason == "it raised ValueError: bad batch"
-            assert "the_error_of_a_failed_rank" in lost.remote_traceback
-            until(lambda other=other: other.alive == (0, 2))  # type: ignore[misc]
-            assert other.status().peers[1].state == "lost"
-        until(lambda: [error.peer for error in told] == [1])
-        late: list[PeerLostError] = []
-        world[0].on_peer_lost(late.append)
-        until(lambda: [error.peer for error in late] == [1])
-
-
-def a_rank_that_leaves_is_not_lost(make_world: MakeWorld) -> None:
-    with make_world(3, timeout=PATIENCE) as world:
-        told: list[PeerLostError] = []
-        world[0].on_peer_lost(told.append)
-        leave(world[2])
-        expect(ChannelClosedError, lambda: world[0].recv(2))
-        until(lambda: world[0].alive == (0, 1))
-        assert world[0].status().peers[2].state == "left"
-        assert told == []
