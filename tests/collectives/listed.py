@@ -40,11 +40,6 @@ CASES = [
 ]
 
 
-def on_all(world, each):
-    """Run ``each(backend)`` on all ranks; return what they return, in rank order."""
-    return in_parallel([partial(each, backend) for backend in world])
-
-
 def waited(result, async_op):
     return result.wait() if async_op else result
 

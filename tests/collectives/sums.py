@@ -195,6 +195,11 @@ def on_all(world: list[Any], each: Callable[..., Any]) -> list[Any]:
     return in_parallel([lambda backend=backend: each(backend) for backend in world])
 
 
+def everywhere(run: Callable[..., Any], world: list[Any]) -> list[Any]:
+    """Call ``run`` with each rank's backend, all at once."""
+    return on_all(world, run)
+
+
 def run_algorithm(
     world_size: int, algorithm: Callable[..., Any], **options: Any
 ) -> tuple[list[Any], list[list[tuple[int, int]]]]:

@@ -10,26 +10,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from queued import NAME, keep_workers_away, new_background, new_task, submit
+from queued import NAME, keep_workers_away, new_task, submit
 from sums import on_all
 
 import rankwire
 from interrupts import Interrupt, every_interrupt
 from rankwire.collectives import background as background_module
 from rankwire.errors import ConfigurationError
-from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
-
-
-@pytest.fixture
-def worker():
-    return new_background()
-
-
-@pytest.fixture
-def pair():
-    with simulated_world(2) as world:
-        yield world
 
 
 def threads_named(name):

@@ -5,23 +5,11 @@ import threading
 
 import numpy as np
 import pytest
-from queued import NAME, new_background, submit
+from queued import NAME, submit
 from sums import on_all
 
 import rankwire
-from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
-
-
-@pytest.fixture
-def worker():
-    return new_background()
-
-
-@pytest.fixture
-def pair():
-    with simulated_world(2) as world:
-        yield world
 
 
 def test_callbacks_get_the_handle(worker):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listed import CASES, LIMIT, WORLDS, numbers, on_all, strided, waited
-from sums import counting_world, joined, left_fold, part, run, same
+from listed import CASES, LIMIT, WORLDS, numbers, strided, waited
+from sums import counting_world, joined, left_fold, on_all, part, run, same
 
 import rankwire
 from faults.sizes import examples

@@ -32,7 +32,7 @@ from rankwire.errors import (
 )
 from rankwire.testing import in_parallel, simulated_world, sub_world, tcp_world
 from several_hosts import hosts_world
-from worlds import Running, deaf, process_world, runtime_folder_of_its_own
+from worlds import Running, deaf, process_world
 
 SOON = 8.0  # measured: up to 0.06 s with 32 worlds at once, on a busy machine more than 1
 TIMEOUT = 20.0
@@ -579,13 +579,6 @@ def test_a_value_that_one_rank_cannot_decode_ends_the_others(monkeypatch):
 
 
 # -- processes
-
-
-@pytest.fixture
-def folder():
-    """Who is killed leaves the file of its socket here."""
-    with runtime_folder_of_its_own():
-        yield
 
 
 ALL_REDUCE = "__import__('rankwire').all_reduce(backend, __import__('numpy').ones({count}))[-1]"

@@ -18,7 +18,7 @@ import rankwire
 from rankwire.errors import CollectiveAbortedError, ConfigurationError, DeadlineExceededError
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 from several_hosts import hosts_world
-from worlds import Running, process_world, runtime_folder_of_its_own
+from worlds import Running, process_world
 
 WORLDS = {
     "simulated": simulated_world,
@@ -277,12 +277,6 @@ def change_at_once(backend, rounds: int) -> None:
 def test_what_was_passed_may_be_changed_at_once(make_world, size):
     with make_world(size) as world:
         in_parallel([partial(change_at_once, backend, 5) for backend in world])
-
-
-@pytest.fixture
-def folder():
-    with runtime_folder_of_its_own():
-        yield
 
 
 @pytest.mark.usefixtures("folder")

@@ -160,12 +160,6 @@ def exchange_of(backend, seconds=20.0, words="test()"):
     return exchange
 
 
-@pytest.fixture
-def pair():
-    with simulated_world(2) as world:
-        yield world
-
-
 def test_a_message_has_the_envelope_of_its_operation_and_step(pair):
     array = np.arange(3.0)
     exchange_of(pair[0]).send(1, 5, array)

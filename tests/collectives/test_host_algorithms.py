@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from sums import COLLECTIVES, bits, joined, left_fold, part, same, values
+from sums import COLLECTIVES, bits, everywhere, joined, left_fold, part, same, values
 
 import rankwire
 from faults.sizes import QUICK, trials
@@ -12,10 +12,9 @@ from random_collectives import SIZES
 from rankwire import SubBackend
 from rankwire.collectives import selection
 from rankwire.collectives.slots import Hosts
-from rankwire.testing import in_parallel, tcp_world
+from rankwire.testing import tcp_world
 from rankwire.transports.shared_memory import CAN_SHARE
 from several_hosts import PLACES, processes_on, threads_on, works_by_hosts
-from worlds import runtime_folder_of_its_own
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
@@ -26,17 +25,6 @@ PATIENCE = 120.0
 SMALL_SEGMENT = 1 << 18  # so that little is large
 # Elements of one rank's part: nothing, little, what fits, and several MiB.
 COUNTS = [0, 1, 3, 1000, 20_000, 300_000]
-
-
-def everywhere(run, world):
-    """Call ``run`` with each rank's backend, all at once."""
-    return in_parallel([partial(run, backend) for backend in world])
-
-
-@pytest.fixture
-def folder():
-    with runtime_folder_of_its_own() as folder:
-        yield folder
 
 
 def folded(arrays, places, op="sum"):

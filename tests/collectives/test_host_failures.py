@@ -6,10 +6,10 @@ still hears of whatever happens to any rank.
 
 import signal
 import time
-from functools import partial
 
 import numpy as np
 import pytest
+from sums import everywhere
 
 import rankwire
 from faults.sizes import trials
@@ -23,10 +23,9 @@ from rankwire.errors import (
     DeadlineExceededError,
     PeerLostError,
 )
-from rankwire.testing import in_parallel
 from rankwire.transports.shared_memory import CAN_SHARE
 from several_hosts import processes_on, threads_on, works_by_hosts
-from worlds import Running, eventually, runtime_folder_of_its_own
+from worlds import Running, eventually
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
@@ -50,17 +49,6 @@ OPERATIONS = {
         b, np.ones(len(x)), out=x[: len(x) // 4], **kw
     ),
 }
-
-
-@pytest.fixture
-def folder():
-    with runtime_folder_of_its_own() as folder:
-        yield folder
-
-
-def everywhere(run, world):
-    """Call ``run`` with each rank's backend, all at once."""
-    return in_parallel([partial(run, backend) for backend in world])
 
 
 def sum_up(backend, count=SMALL):

@@ -1,9 +1,7 @@
 """The collectives on arrays, as users call them, against numpy."""
 
-import itertools
 import math
 import random
-import threading
 from functools import partial
 
 import numpy as np
@@ -786,22 +784,6 @@ def test_a_group_within_a_group():
     assert run(5, each) == [None, None, [2, 4], [3], [2, 4]]
 
 
-def test_a_hybrid_of_sharding_and_replication():
-    """Parts within a node, means across the nodes: the contract's vectors."""
-    gradients = [np.array([2.0, 4.0, 6.0, 8.0]), np.array([10.0, 20.0, 30.0, 40.0])]
-
-    def each(backend):
-        node, place = divmod(backend.rank, 2)
-        within = SubBackend(backend, [2 * node, 2 * node + 1])
-        across = SubBackend(backend, [place, place + 2])
-        shard = rankwire.scatter(within, np.array([10, 20, 30, 40])).tolist()
-        mine = rankwire.reduce_scatter(within, gradients[node], "mean")
-        return shard, rankwire.all_reduce(across, mine, "mean").tolist()
-
-    even, odd = ([10, 20], [6.0, 12.0]), ([30, 40], [18.0, 24.0])
-    assert run(4, each, backend="auto") == [even, odd, even, odd]
-
-
 # -- many arrays at once ---------------------------------------------------------------------------
 
 
@@ -875,23 +857,6 @@ def test_ranks_with_other_lists_are_told(other):
 
 
 # -- barrier ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_a_barrier_is_one(size):
-    entered = itertools.count()
-    lock = threading.Lock()
-    seen = []
-
-    def each(backend):
-        for episode in range(5):
-            with lock:
-                seen.append(next(entered))
-            rankwire.barrier(backend)
-            assert len(seen) >= size * (episode + 1)
-            rankwire.barrier(backend, async_op=True).wait()
-
-    run(size, each)
 
 
 def test_the_barriers_of_backend_and_collectives_do_not_mix():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listed import CASES, WORLDS, on_all, waited
-from sums import part, run, same, values
+from listed import CASES, WORLDS, waited
+from sums import on_all, part, run, same, values
 
 import rankwire
 from faults.sizes import examples

@@ -1,33 +1,21 @@
 """Collectives in shared memory: the results of numpy, and those of messages bit for bit."""
 
-from functools import partial
-
 import numpy as np
 import pytest
+from sums import everywhere
 
 import rankwire
 from faults.sizes import trials
 from random_collectives import SIZES
 from rankwire.collectives import algorithms, slot_algorithms
-from rankwire.testing import in_parallel, tcp_world
+from rankwire.testing import tcp_world
 from rankwire.transports.shared_memory import CAN_SHARE
-from worlds import process_world, runtime_folder_of_its_own
+from worlds import process_world
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
 RANDOM = "__import__('random_collectives').run(backend, seed, count, sizes)"
 PATIENCE = 120.0
-
-
-def everywhere(run, world):
-    """Call ``run`` with each rank's backend, all at once."""
-    return in_parallel([partial(run, backend) for backend in world])
-
-
-@pytest.fixture
-def folder():
-    with runtime_folder_of_its_own() as folder:
-        yield folder
 
 
 WORLDS = [(2, 8 << 20), (3, 8 << 20), (4, 1 << 18)]  # ranks, and memory for a group

@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
+from sums import everywhere
 
 import rankwire
 from faults.sizes import trials
@@ -23,11 +23,11 @@ from rankwire.errors import (
     DeadlineExceededError,
     PeerLostError,
 )
-from rankwire.testing import in_parallel, simulated_world, tcp_world
+from rankwire.testing import simulated_world, tcp_world
 from rankwire.transports import shared_segment
 from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.shared_segment import ASLEEP
-from worlds import Running, eventually, process_world, runtime_folder_of_its_own
+from worlds import Running, eventually, process_world
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="memory is shared on Linux and x86 only")
 
@@ -36,17 +36,6 @@ ALL_REDUCE = "__import__('rankwire').all_reduce(backend, __import__('numpy').one
 
 SHARES = "backend.operations.agreement.slots is not None"
 FOR_EVER = "[{operation} for _ in range(10**7)]"
-
-
-@pytest.fixture
-def folder():
-    with runtime_folder_of_its_own() as folder:
-        yield folder
-
-
-def everywhere(run, world):
-    """Call ``run`` with each rank's backend, all at once."""
-    return in_parallel([partial(run, backend) for backend in world])
 
 
 def sum_up(backend, count=10):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from listed import CASES, LIMIT, WORLDS, numbers, on_all, strided, waited
-from sums import left_fold, run, same
+from listed import CASES, LIMIT, WORLDS, numbers, strided, waited
+from sums import left_fold, on_all, run, same
 
 import rankwire
 from faults.sizes import examples

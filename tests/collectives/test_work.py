@@ -16,20 +16,7 @@ from sums import on_all
 import rankwire
 from rankwire.collectives.work import Work
 from rankwire.errors import DeadlineExceededError
-from rankwire.testing import simulated_world
 from worlds import PATIENCE, eventually
-
-
-@pytest.fixture
-def worker():
-    return new_background()
-
-
-@pytest.fixture
-def pair():
-    with simulated_world(2) as world:
-        yield world
-
 
 # -- handles ---------------------------------------------------------------------------------------
 
