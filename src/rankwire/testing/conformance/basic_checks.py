@@ -79,26 +79,14 @@ def sending_to_oneself_is_refused(make_world: MakeWorld) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def a_message_arrives_whole(make_world: MakeWorld) -> None:
-    with make_world(2) as (first, second):
-        sender = runtime.Thread(target=first.send, args=(bytes([1, 2, 3, 4]), 1))
-        sender.start()
-        assert second.recv(0) == bytes([1, 2, 3, 4])
-        sender.join()
-
-
-def messages_have_any_length(make_world: MakeWorld) -> None:
-    lengths = [0, 1, 7, 65503, 65504, 65505, 65536, 1_000_003]
-
-    def each(backend: Backend) -> None:
-        for length in lengths:
-            message = bytes([length % 251]) * length
-            if backend.rank == 0:
-                backend.send(message, 1)
-            else:
-                assert backend.recv(0) == message
-
-    run_in_worlds(make_world, each, (2,))
+@on_every_rank(2)
+def messages_have_any_length(backend: Backend) -> None:
+    for length in (0, 1, 7, 65503, 65504, 65505, 65536, 1_000_003):
+        message = bytes([length % 251]) * length
+        if backend.rank == 0:
+            backend.send(message, 1)
+        else:
+            assert backend.recv(0) == message
 
 
 def pieces_arrive_as_one(make_world: MakeWorld) -> None:
