@@ -18,7 +18,6 @@ from rankwire.errors import (
     CollectiveMismatchError,
     ConfigurationError,
     InvalidMessageError,
-    InvalidRankError,
     RankwireError,
     UnsupportedTypeError,
 )
@@ -254,17 +253,6 @@ def test_there_is_one_value_for_each_rank(values):
             rankwire.scatter_object(world[0], values)
         with pytest.raises(ConfigurationError, match=f"2 ranks is needed, not {given}"):
             rankwire.all_to_all_object(world[0], values)
-
-
-@pytest.mark.parametrize(
-    "call", [rankwire.gather_object, rankwire.broadcast_object, rankwire.scatter_object]
-)
-def test_a_root_that_is_not_there_is_refused(call):
-    with simulated_world(2) as world:
-        for root in (2, -1):
-            with pytest.raises(InvalidRankError) as caught:
-                call(world[0], [1, 2], root)
-            assert caught.value.invalid_rank == root
 
 
 @pytest.mark.parametrize(

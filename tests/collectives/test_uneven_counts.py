@@ -19,12 +19,6 @@ from rankwire.errors import (
 )
 from rankwire.testing import simulated_world
 
-# Of the contract: what each of two ranks has, sends, receives, and gets.
-VECTORS = [
-    ([10, 20, 21, 22], [1, 3], [1, 2], [10, 30, 31]),
-    ([30, 31, 40, 41], [2, 2], [3, 2], [20, 21, 22, 40, 41]),
-]
-
 
 def expected_of(counts, rank, row=()):
     """What a rank gets if the rows that rank s sends to rank d are all 10 s + d."""
@@ -39,18 +33,6 @@ def rows_of(counts, rank, row=()):
     rows = [10 * rank + dst for dst, count in enumerate(counts[rank]) for _ in range(count)]
     flat = np.array(rows, np.int64).reshape(-1, *(1 for _ in row))
     return np.broadcast_to(flat, (len(rows), *row)).copy()
-
-
-@pytest.mark.parametrize("with_recv_counts", [True, False])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16])
-def test_the_vectors_of_the_contract(dtype, with_recv_counts):
-    def each(backend):
-        mine, sends, receives, _ = VECTORS[backend.rank]
-        counts = {"recv_counts": receives} if with_recv_counts else {}
-        return rankwire.all_to_all(backend, np.array(mine, dtype), send_counts=sends, **counts)
-
-    for result, (*_, expected) in zip(run(2, each), VECTORS, strict=True):
-        assert same(result, np.array(expected, dtype))
 
 
 @given(
