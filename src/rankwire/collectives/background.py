@@ -91,36 +91,34 @@ class _Visit:
         self.thread = runtime.get_ident()
 
 
+@dataclass(slots=True)
 class _Polls:
     """Counts the polls of a worker without work, until it sleeps until it is woken.
 
     Used under the lock of its background. ``left`` counts the polls without a new task.
     """
 
-    __slots__ = ("_clock", "_idle", "_nap", "_submitted", "left")
-
-    def __init__(self, submitted: int, clock: Clock) -> None:
-        self._submitted = submitted
-        self._clock = clock
-        self._idle = Deadline(_IDLE, clock)
-        self._nap = _SOON / 2
-        self.left = 0
+    submitted: int
+    clock: Clock
+    idle: Deadline
+    nap: float = _SOON / 2
+    left: int = 0
 
     def are_over(self, submitted: int) -> bool:
         """Count a poll; return whether there was no new task for so long that the worker ends."""
-        if submitted != self._submitted:  # and a waiting thread was faster
-            self._submitted, self.left = submitted, _LOOKS
-            self._nap = min(2 * self._nap, _LONGEST_NAP)
-            self._idle = Deadline(_IDLE, self._clock)
+        if submitted != self.submitted:  # and a waiting thread was faster
+            self.submitted, self.left = submitted, _LOOKS
+            self.nap = min(2 * self.nap, _LONGEST_NAP)
+            self.idle = Deadline(_IDLE, self.clock)
         elif self.left:
             self.left -= 1
-        elif self._idle.expired:
-            self._idle = Deadline(_IDLE, self._clock)
+        elif self.idle.expired:
+            self.idle = Deadline(_IDLE, self.clock)
             return True
         return False
 
     def pause(self) -> float:
-        return self._nap if self.left else self._idle.sleep_limit()
+        return self.nap if self.left else self.idle.sleep_limit()
 
 
 class Background:
@@ -249,7 +247,8 @@ class Background:
 
     def _next(self, worker: runtime.Lock) -> Task | None:
         """Wait for the next task and become its runner; return None if the worker is to end."""
-        polls, is_hasty = _Polls(self._submitted, self.clock), True
+        polls = _Polls(self._submitted, self.clock, Deadline(_IDLE, self.clock))
+        is_hasty = True
         while True:
             with self._lock:
                 if self._worker is not worker:

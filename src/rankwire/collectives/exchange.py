@@ -61,7 +61,6 @@ _MOST_WORDS = 1000
 # Odd, so that different numbers give different tags; the bits of the golden ratio.
 _SPREAD = 0x9E3779B97F4B
 _EPOCH_SPREAD = 0xBB67AE8584CB  # the bits of the root of 3
-MAX_STEP = (1 << _STEP_BITS) - 2
 
 
 class Piece:
@@ -72,9 +71,6 @@ class Piece:
     def __init__(self, payload: Payload, dtype: np.dtype[Any]) -> None:
         self._payload = payload
         self._dtype = dtype
-
-    def __len__(self) -> int:
-        return len(self._payload) // self._dtype.itemsize
 
     def block(self, start: int, stop: int, scratch: Array) -> Array:
         """Return the elements from ``start`` to ``stop``, fetched to ``scratch`` if necessary."""

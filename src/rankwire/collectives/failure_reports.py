@@ -36,8 +36,7 @@ class FailureReports:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._roll = backend.roll
-        world_ranks = [backend.world_rank_of(rank) for rank in range(backend.world_size)]
-        self._ranks = {world_rank: rank for rank, world_rank in enumerate(world_ranks)}
+        self._ranks = {backend.world_rank_of(rank): rank for rank in range(backend.world_size)}
         self._members = backend.roll_members
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
         self.epoch = 0

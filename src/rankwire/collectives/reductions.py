@@ -39,7 +39,6 @@ _OPS: dict[str, tuple[np.ufunc, str, str]] = {
     "bitwise_or": (np.bitwise_or, _WHOLE, _NO_BITS),
     "bitwise_xor": (np.bitwise_xor, _WHOLE, _NO_BITS),
 }
-OPS = tuple(_OPS)
 
 _LEAST = 8192  # elements from which torch is faster
 _MOST = 32767  # elements up to which torch uses no other thread
@@ -165,7 +164,7 @@ class Reduction:
 def reduction(op: str, dtype: np.dtype[Any], is_bfloat16: bool = False) -> Reduction:
     """Return the reduction of an op for a dtype; raise ConfigurationError if there is none."""
     if op not in _OPS:
-        raise ConfigurationError(f"there is no op {op!r}; there are {', '.join(OPS)}")
+        raise ConfigurationError(f"there is no op {op!r}; there are {', '.join(_OPS)}")
     kind = "f" if is_bfloat16 else dtype.kind
     _, kinds, why_not = _OPS[op]
     if kind not in kinds:
