@@ -338,7 +338,7 @@ OWN_WAITS = {
     "testing/conformance/nested_call_checks.py": "coroutines of a user sleep as asyncio does",
     "testing/conformance/group_checks.py": "a Work waits by its own clock",
     "torch/torch_rendezvous.py": "torch's stores wait by the system clock, before there is a world",
-    "torch/work_handles.py": "a Work waits by its own clock",
+    "torch/group_operations.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
 }
 # What has a ``wait`` of its own: by a deadline, and so the clock, or for bytes of a transport.

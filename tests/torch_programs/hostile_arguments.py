@@ -24,8 +24,8 @@ import torch
 
 from rankwire.codec.tensors import CODES
 from rankwire.torch.rpc.bounds import ResultLimits
-from rankwire.torch.rpc.guards import _OF_CONTAINERS, find_method, guarded, tensor_checks
-from rankwire.torch.rpc.listed_functions import _RUN, layers, listed_functions
+from rankwire.torch.rpc.guards import _OF_CONTAINERS, TENSOR_CHECKS, find_method, guarded
+from rankwire.torch.rpc.listed_functions import _RUN, LAYERS, LISTED_FUNCTIONS
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule
 from rankwire.torch.rpc.torch_codec import build_tensor
 
@@ -39,9 +39,6 @@ INTS += [-(2**63), 2**63, 2**64]
 FLOATS = [0.0, -0.0, 1.0, 0.5, -1.5, 1e-310, 1e38, 1e308, math.inf, -math.inf, math.nan]
 WHOLE = [-(2**63), 2**63 - 1, -1, 0, 1, 2, 3, 2**31, -(2**31), 2**62]
 HUGE = [(0, 2**40), (2**20, 0, 2**30), (2**31, 0)]
-
-
-# -- arguments -------------------------------------------------------------------------------------
 
 
 def shape(r, least=0):
@@ -250,9 +247,6 @@ def keywords(r):
     return {name: KEYWORDS[name](r) for name in names}
 
 
-# -- what is called --------------------------------------------------------------------------------
-
-
 def call_function(name, r):
     args, kwargs = arguments(name, r)
     return with_gradients(guarded(RULE.find(name))(*args, **kwargs), [args])
@@ -377,11 +371,11 @@ def shared_module(name, r):
 
 def everything():
     """Yield the name of everything that can be called, and a function that calls it."""
-    for name in listed_functions():
+    for name in LISTED_FUNCTIONS:
         yield name, partial(call_function, name)
-    for name in tensor_checks():
+    for name in TENSOR_CHECKS:
         yield f"Tensor.{name}", partial(call_tensor_method, name)
-    for name in layers():
+    for name in LAYERS:
         yield name, partial(call_layer, name)
     for name in _RUN:
         yield f"a shared {name}", partial(shared_module, name)
@@ -401,9 +395,6 @@ CONTROLS = {
     "writes": write_outside,
     "dies": lambda r: torch.div(torch.tensor(-(2**63)), torch.tensor(-1), rounding_mode="trunc"),
 }  # what the test must notice
-
-
-# -- what comes out --------------------------------------------------------------------------------
 
 
 def digest(outcome):

@@ -34,3 +34,11 @@ def run_workers(size, function, *, killed=(), rpc_timeout=20.0, graceful=None, *
         return value
 
     return run_forked(size, be_worker, killed=killed)
+
+
+def on_first(function, size=2, allow=None, **options):
+    """Run something on rank 0, while the others serve functions of its module."""
+    allow = [function.__module__] if allow is None else allow
+    return run_workers(
+        size, lambda rank: function() if rank == 0 else None, allow=allow, **options
+    )[0]

@@ -12,14 +12,20 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from rpc_ranks import run_workers
+from rpc_ranks import on_first, run_workers
 
 import rankwire.torch.rpc as rpc
 from rankwire.codec.hooks import BuildContext
 from rankwire.errors import InvalidMessageError
 from rankwire.torch.rpc import autograd
-from rankwire.torch.rpc.autograd_contexts import CONTEXT, COUNTER_BITS, Contexts, inside
-from rankwire.torch.rpc.autograd_tracking import Incoming, Tracking
+from rankwire.torch.rpc.autograd_contexts import (
+    CONTEXT,
+    COUNTER_BITS,
+    Contexts,
+    Incoming,
+    Tracking,
+    inside,
+)
 from rankwire.torch.rpc.session import current
 from worlds import eventually
 
@@ -126,9 +132,7 @@ def locally(x, depth):
 
 
 def test_gradients_over_many_hops_are_those_of_one_process():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.arange(3.0, requires_grad=True)
         with autograd.context() as context_id:
             y = rpc.rpc_sync("worker1", scaled_and_back, args=(x, 7))
@@ -149,15 +153,13 @@ def test_gradients_over_many_hops_are_those_of_one_process():
         assert weight.grad is None
         return True
 
-    assert run_workers(3, run, allow=HERE)[0]
+    assert on_first(run, size=3)
 
 
 def test_a_chain_of_calls_with_ways_around_each_is_gone_back_once():
     """A pass per way would be 2 to the power of 40."""
 
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             y = x
@@ -167,7 +169,7 @@ def test_a_chain_of_calls_with_ways_around_each_is_gone_back_once():
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(3))
         return True
 
-    assert run_workers(2, run, allow=HERE)[0]
+    assert on_first(run)
 
 
 def combined(a, b, route):
@@ -202,9 +204,7 @@ def random_graph(draw, here):
 
 
 def test_random_graphs_over_ranks_have_the_gradients_of_one_process():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         for seed in range(10):
             leaves, loss = random_graph(random.Random(seed), here=True)
             expected = torch.autograd.grad(loss, [*leaves, weight], allow_unused=True)
@@ -226,13 +226,11 @@ def test_random_graphs_over_ranks_have_the_gradients_of_one_process():
                     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
         return True
 
-    assert run_workers(3, run, allow=HERE)[0]
+    assert on_first(run, size=3)
 
 
 def test_a_result_that_was_not_used_is_not_waited_for():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             rpc.rpc_sync("worker1", scaled, args=(x,))
@@ -240,13 +238,11 @@ def test_a_result_that_was_not_used_is_not_waited_for():
             autograd.backward(context_id, [(used + x).sum()])
             return autograd.get_gradients(context_id)[x].tolist()
 
-    assert run_workers(2, run, allow=HERE, rpc_timeout=10.0)[0] == [3.0, 3.0, 3.0]
+    assert on_first(run, rpc_timeout=10.0) == [3.0, 3.0, 3.0]
 
 
 def test_parameters_and_what_is_in_containers_takes_part():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         parameter = torch.nn.Parameter(torch.ones(3))
         x = torch.ones(3, requires_grad=True)
         same = rpc.rpc_sync("worker1", identity, args=(parameter,))
@@ -257,13 +253,11 @@ def test_parameters_and_what_is_in_containers_takes_part():
             gradients = autograd.get_gradients(context_id)
             return gradients[parameter].tolist(), gradients[x].tolist()
 
-    assert run_workers(2, run, allow=HERE)[0] == ([2.0] * 3, [3.0] * 3)
+    assert on_first(run) == ([2.0] * 3, [3.0] * 3)
 
 
 def test_a_hook_sees_each_whole_gradient_once():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             a, b = rpc.rpc_sync("worker1", with_hook, args=(x,))
@@ -274,13 +268,11 @@ def test_a_hook_sees_each_whole_gradient_once():
                 rpc.rpc_sync("worker1", hook_calls),
             )
 
-    assert run_workers(2, run, allow=HERE)[0] == ([14.0, 14.0, 14.0], 1)
+    assert on_first(run) == ([14.0, 14.0, 14.0], 1)
 
 
 def test_passes_add_up_if_the_graph_is_retained():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", scaled, args=(x,)).sum()
@@ -291,13 +283,11 @@ def test_passes_add_up_if_the_graph_is_retained():
                 autograd.backward(context_id, [loss])
             return autograd.get_gradients(context_id)[x].tolist()
 
-    assert run_workers(2, run, allow=HERE)[0] == [8.0, 8.0, 8.0]
+    assert on_first(run) == [8.0, 8.0, 8.0]
 
 
 def test_remote_references_take_part():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             rref = rpc.remote("worker1", scaled, args=(x,))
@@ -306,13 +296,11 @@ def test_remote_references_take_part():
             total.backward(context_id)
             return autograd.get_gradients(context_id)[x].tolist()
 
-    assert run_workers(3, run, allow=HERE)[0] == [4.0, 4.0, 4.0]
+    assert on_first(run, size=3) == [4.0, 4.0, 4.0]
 
 
 def test_an_error_names_the_rank_and_others_can_go_on():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             y = rpc.rpc_sync("worker1", by_way_of, args=("worker2", "failing", x))
@@ -322,7 +310,7 @@ def test_an_error_names_the_rank_and_others_can_go_on():
             autograd.backward(context_id, [y.sum()])
             return autograd.get_gradients(context_id)[x].tolist()
 
-    assert run_workers(3, run, allow=HERE)[0] == [2.0, 2.0, 2.0]
+    assert on_first(run, size=3) == [2.0, 2.0, 2.0]
 
 
 def test_a_rank_that_dies_in_a_pass_is_named_at_once():
@@ -435,9 +423,7 @@ def call_after_the_end(x):
 
 
 def test_a_call_made_after_the_end_of_its_context_does_not_bring_it_to_another_rank():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         with autograd.context():
             call = rpc.rpc_async(1, call_after_the_end, args=(x,))
@@ -445,7 +431,7 @@ def test_a_call_made_after_the_end_of_its_context_does_not_bring_it_to_another_r
         call.wait()
         return rpc.rpc_sync(2, count_contexts)
 
-    assert run_workers(3, run, allow=HERE)[0] == 0
+    assert on_first(run, size=3) == 0
 
 
 def test_calls_that_come_after_the_loss_or_the_end_do_not_bring_a_context():
@@ -465,9 +451,7 @@ def test_calls_that_come_after_the_loss_or_the_end_do_not_bring_a_context():
 
 
 def test_contexts_end_on_all_ranks_and_late_calls_do_not_bring_them_back():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
         for _ in range(50):
             with autograd.context():
@@ -479,13 +463,11 @@ def test_contexts_end_on_all_ranks_and_late_calls_do_not_bring_them_back():
             time.sleep(0.01)
         return count_contexts()
 
-    assert run_workers(3, run, allow=HERE)[0] == 0
+    assert on_first(run, size=3) == 0
 
 
 def test_an_interrupt_ends_the_pass_on_all_ranks():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         x = torch.ones(3, requires_grad=True)
 
         def interrupt():
@@ -502,7 +484,7 @@ def test_an_interrupt_ends_the_pass_on_all_ranks():
             autograd.backward(context_id, [y.sum()])
             return autograd.get_gradients(context_id)[x].tolist()
 
-    assert run_workers(3, run, allow=HERE)[0] == [2.0, 2.0, 2.0]
+    assert on_first(run, size=3) == [2.0, 2.0, 2.0]
 
 
 def test_many_threads_of_all_ranks_go_back_through_each_other():
@@ -532,16 +514,14 @@ def test_many_threads_of_all_ranks_go_back_through_each_other():
 
 
 def test_loss_backward_says_what_to_call_instead():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         with autograd.context():
             loss = rpc.rpc_sync("worker1", scaled, args=(torch.ones(3, requires_grad=True),)).sum()
             with pytest.raises(RuntimeError, match=r"autograd.backward\(context_id"):
                 loss.backward()
         return CONTEXT.get() is None
 
-    assert run_workers(2, run, allow=HERE)[0]
+    assert on_first(run)
 
 
 @pytest.mark.parametrize(

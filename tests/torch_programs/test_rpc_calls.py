@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rpc_ranks import run_workers, worker  # noqa: E402
+from rpc_ranks import on_first, run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.clock import REAL_TIME  # noqa: E402
@@ -148,18 +148,6 @@ def sum_of(count, number):
     return future
 
 
-def on_first(function, size=2, **options):
-    """Run something on rank 0, while the others serve."""
-
-    def run(rank):
-        return function() if rank == 0 else None
-
-    return run_workers(size, run, allow=ALLOW, **options)[0]
-
-
-# -- calls -----------------------------------------------------------------------------------------
-
-
 def test_a_worker_is_called_by_name_rank_or_info_and_by_itself():
     def check():
         info = rpc.get_worker_info("worker1")
@@ -269,9 +257,6 @@ class Shown:
         return "method"
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
-
 def test_what_a_function_raises_arrives_as_its_class_with_where_it_was():
     def check():
         for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait(), made_and_fetched):
@@ -369,9 +354,6 @@ def test_a_killed_worker_is_named_at_once():
 
 def os_pid():
     return os.getpid()
-
-
-# -- futures ---------------------------------------------------------------------------------------
 
 
 def test_futures_are_torchs_in_every_way():
@@ -514,9 +496,6 @@ def test_many_threads_call_at_once():
     on_first(check)
 
 
-# -- functions that answer later -------------------------------------------------------------------
-
-
 def test_a_function_may_answer_later():
     def check():
         assert rpc.rpc_sync("worker1", add_there, args=("worker2", 1, 2)) == 3
@@ -537,9 +516,6 @@ def test_callers_that_wait_for_each_other_need_no_worker():
         assert torch.futures.wait_all(futures) == [sum(range(count))] * count
 
     on_first(check)
-
-
-# -- gathering and ending --------------------------------------------------------------------------
 
 
 def test_workers_gather_what_each_gives():
@@ -632,9 +608,6 @@ def test_what_may_be_an_argument_is_not_called_for_that():
     run_workers(2, check)
 
 
-# -- pickle ----------------------------------------------------------------------------------------
-
-
 class Thing:
     def __init__(self, value):
         self.value = value
@@ -668,9 +641,6 @@ def test_pickle_is_refused_unless_all_ranks_ask_for_it():
             )
 
     run_workers(2, check)
-
-
-# -- workers and options ---------------------------------------------------------------------------
 
 
 def test_names_of_workers_are_checked():

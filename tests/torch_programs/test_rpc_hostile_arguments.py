@@ -23,7 +23,7 @@ import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import FunctionNotFoundError, RemoteError  # noqa: E402
 from rankwire.torch.rpc import bounds  # noqa: E402
 from rankwire.torch.rpc.guards import guarded  # noqa: E402
-from rankwire.torch.rpc.listed_functions import layers, listed_functions  # noqa: E402
+from rankwire.torch.rpc.listed_functions import LAYERS, LISTED_FUNCTIONS  # noqa: E402
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule  # noqa: E402
 from rankwire.torch.rpc.session import current  # noqa: E402
 from rankwire.torch.rpc.torch_codec import build_tensor  # noqa: E402
@@ -121,7 +121,7 @@ def test_what_can_show_memory_end_the_process_or_hold_the_interpreter_is_not_lis
 
 
 def test_nothing_of_torch_and_python_is_found_where_only_what_is_exposed_is():
-    for name in (*listed_functions(), *layers()):
+    for name in (*LISTED_FUNCTIONS, *LAYERS):
         with pytest.raises(NameRefusedError):
             NamingRule("decorated").find(name)
 
@@ -162,10 +162,10 @@ def test_a_worker_refuses_hostile_calls_and_serves_the_next():
 def test_the_page_lists_them():
     page = (Path(__file__).parents[2] / "docs" / "from-torch-rpc.md").read_text()
     _, functions, rest = re.split(r"these functions of torch:|of Python:", page, maxsplit=2)
-    listed = {name.partition(":")[2] for name in listed_functions() if name.startswith("torch:")}
+    listed = {name.partition(":")[2] for name in LISTED_FUNCTIONS if name.startswith("torch:")}
     assert set(re.findall(r"`(\w+)`", functions)) == listed
     _, made, _ = re.split(r"to be made for a `RemoteModule`:|For any other module", rest)
-    assert set(re.findall(r"`(\w+)`", made)) == {cls.__name__ for cls in layers().values()}
+    assert set(re.findall(r"`(\w+)`", made)) == {cls.__name__ for cls in LAYERS.values()}
 
 
 def test_limits_are_those_of_the_result_and_not_of_each_tensor(monkeypatch):

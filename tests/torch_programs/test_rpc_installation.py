@@ -17,8 +17,11 @@ from rpc_ranks import run_workers  # noqa: E402
 from torch.distributed.rpc import rpc_sync as torchs_own  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
-from rankwire.torch.rpc import replacements  # noqa: E402
-from rankwire.torch.rpc.initialization import _BESIDE_RPC  # noqa: E402
+from rankwire.torch.rpc.initialization import (  # noqa: E402
+    _BESIDE_RPC,
+    put_back,
+    put_in_place,
+)
 
 
 def add(a, b):
@@ -180,12 +183,12 @@ def test_torchs_names_stay_while_its_own_rpc_is_initialized(monkeypatch):
     theirs = torch.distributed.autograd.backward
     extension = torch._C._distributed_rpc
     monkeypatch.setattr(extension, "_is_current_rpc_agent_set", lambda: True)
-    replacements.put_in_place(_BESIDE_RPC)
+    put_in_place(_BESIDE_RPC)
     assert torch.distributed.autograd.backward is theirs
     monkeypatch.undo()
-    replacements.put_in_place(_BESIDE_RPC)
+    put_in_place(_BESIDE_RPC)
     assert torch.distributed.autograd.backward is rpc.autograd.backward
-    replacements.put_back()
+    put_back()
     assert torch.distributed.autograd.backward is theirs
 
 

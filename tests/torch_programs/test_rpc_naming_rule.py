@@ -27,7 +27,7 @@ from rankwire.torch.rpc.functions import (  # noqa: E402
     is_exposed,
 )
 from rankwire.torch.rpc.guards import find_method, guarded  # noqa: E402
-from rankwire.torch.rpc.listed_functions import layers, make_layer  # noqa: E402
+from rankwire.torch.rpc.listed_functions import LAYERS, make_layer  # noqa: E402
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, name_of  # noqa: E402
 
 HERE = __name__
@@ -171,9 +171,6 @@ def rule(*allow):
     return NamingRule(allow or [HERE])
 
 
-# -- what is found ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "target",
     [
@@ -229,22 +226,31 @@ def test_what_is_replaced_in_its_module_is_found_anew(monkeypatch):
         one.find(f"{HERE}:plain")
 
 
+def module_that_works(monkeypatch, name):
+    module = types.ModuleType(name)
+    module.work = types.FunctionType(plain.__code__, vars(module), "work")
+    module.work.__module__, module.work.__qualname__ = name, "work"
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def check_that_work_is_found(module, is_found):
+    name = f"{module.__name__}:work"
+    if is_found:
+        assert NamingRule().find(name) is module.work
+    else:
+        with pytest.raises(NameRefusedError, match="not one of the program's"):
+            NamingRule().find(name)
+
+
 def test_a_file_beside_the_program_is_the_programs(monkeypatch, tmp_path):
     main = types.ModuleType("__main__")
     main.__file__ = str(tmp_path / "train.py")
     monkeypatch.setitem(sys.modules, "__main__", main)
     for folder, is_found in ((tmp_path, True), (tmp_path / "lib", False)):
-        beside = types.ModuleType("beside")
+        beside = module_that_works(monkeypatch, "beside")
         beside.__file__ = str(folder / "beside.py")
-        beside.work = types.FunctionType(plain.__code__, vars(beside), "work")
-        beside.work.__module__ = "beside"
-        beside.work.__qualname__ = "work"
-        monkeypatch.setitem(sys.modules, "beside", beside)
-        if is_found:
-            assert NamingRule().find("beside:work") is beside.work
-        else:
-            with pytest.raises(NameRefusedError, match="not one of the program's"):
-                NamingRule().find("beside:work")
+        check_that_work_is_found(beside, is_found)
 
 
 def test_the_package_of_the_program_is_the_programs(monkeypatch):
@@ -252,19 +258,8 @@ def test_the_package_of_the_program_is_the_programs(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", main)
     for package, is_found in (("mine.train", True), ("torch.testing", False), ("other", False)):
         main.__spec__ = types.SimpleNamespace(parent=package)
-        model = types.ModuleType("mine.model")
-        model.work = types.FunctionType(plain.__code__, vars(model), "work")
-        model.work.__module__ = "mine.model"
-        model.work.__qualname__ = "work"
-        monkeypatch.setitem(sys.modules, "mine.model", model)
-        if is_found:
-            assert NamingRule().find("mine.model:work") is model.work
-        else:
-            with pytest.raises(NameRefusedError):
-                NamingRule().find("mine.model:work")
+        check_that_work_is_found(module_that_works(monkeypatch, "mine.model"), is_found)
 
-
-# -- attacks ---------------------------------------------------------------------------------------
 
 ATTACKS = {
     "an import of the module": f"{HERE}:system",
@@ -405,9 +400,6 @@ def test_an_alias_says_what_it_really_is():
     assert system is os.system
 
 
-# -- allowing on purpose ---------------------------------------------------------------------------
-
-
 def test_a_module_is_allowed_with_those_in_it_and_not_with_those_beside_it():
     inner = multiprocessing.util.get_temp_dir
     assert NamingRule(["multiprocessing"]).find("multiprocessing.util:get_temp_dir") is inner
@@ -536,8 +528,6 @@ def test_an_inherited_constructor_of_a_layer_or_container_is_given_checked_argum
         assert guarded(own) is own
 
 
-# -- torch's layers --------------------------------------------------------------------------------
-
 # What can be called on a module that is shared: it computes, or changes that module alone.
 OF_A_LAYER = {
     *("__call__", "buffers", "children", "eval", "forward", "load_state_dict", "modules"),
@@ -549,7 +539,7 @@ OF_A_LAYER = {
 def test_no_other_module_of_torch_can_be_made():
     for name, cls in vars(torch.nn).items():
         if isinstance(cls, type) and issubclass(cls, torch.nn.Module):
-            if cls in layers().values():
+            if cls in LAYERS.values():
                 assert NamingRule().find(name_of(cls)) is cls
             else:
                 with pytest.raises(NameRefusedError):
@@ -562,7 +552,7 @@ def test_layers_are_not_found_where_only_what_is_exposed_is():
 
 
 def test_no_method_of_a_layer_can_be_called_but_those_that_compute():
-    for cls in layers().values():
+    for cls in LAYERS.values():
         bare = object.__new__(cls)
         torch.nn.Module.__init__(bare)
         for name in dir(cls):
@@ -614,9 +604,6 @@ def test_a_layer_does_not_show_memory_as_it_was_left():
             assert torch.equal(parameter, torch.zeros(9))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-# -- methods of shared objects ---------------------------------------------------------------------
 
 
 class Stored:

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rpc_ranks import run_workers, worker  # noqa: E402
+from rpc_ranks import on_first, run_workers, worker  # noqa: E402
 
 import rankwire.torch.rpc as rpc  # noqa: E402
 from rankwire.errors import (  # noqa: E402
@@ -23,10 +23,12 @@ from rankwire.errors import (  # noqa: E402
     PeerLostError,
 )
 from rankwire.finalizers import hand_over  # noqa: E402
-from rankwire.torch.rpc import object_server  # noqa: E402
 from rankwire.torch.rpc.api import current_agent, rref_debug_info  # noqa: E402
-from rankwire.torch.rpc.handle_updates import apply_updates  # noqa: E402
-from rankwire.torch.rpc.object_server import MethodThreads  # noqa: E402
+from rankwire.torch.rpc.object_requests import (  # noqa: E402
+    MethodThreads,
+    ObjectServer,
+    apply_updates,
+)
 from rankwire.torch.rpc.owned_objects import (  # noqa: E402
     MOST_EXPECTED,
     ObjectId,
@@ -144,29 +146,10 @@ def process():
     return os.getpid()
 
 
-def wait_until(is_so, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it does not come to be so"
-        time.sleep(0.005)
-
-
 def nothing_is_owned(*workers):
     gc.collect()
     for name in workers:
-        wait_until(lambda name=name: rpc.rpc_sync(name, owned_here) == 0)
-
-
-def on_first(function, size=2, **options):
-    """Run something on rank 0, while the others serve."""
-
-    def run(rank):
-        return function() if rank == 0 else None
-
-    return run_workers(size, run, allow=ALLOW, **options)[0]
-
-
-# -- handles ---------------------------------------------------------------------------------------
+        eventually(lambda name=name: rpc.rpc_sync(name, owned_here) == 0)
 
 
 @pytest.mark.parametrize("owner", ["worker1", "worker0"])
@@ -330,13 +313,13 @@ def test_methods_that_have_not_begun_fail_when_their_threads_are_closed():
 
 
 def test_a_call_of_an_object_that_is_made_after_the_end_fails(monkeypatch):
-    monkeypatch.setattr(object_server, "sender", lambda: 1)
+    monkeypatch.setattr("rankwire.torch.rpc.object_requests.sender", lambda: 1)
     owned = OwnedObjects(0)
     session = SimpleNamespace(owned=owned, agent=SimpleNamespace(register=lambda *_: None))
-    server = object_server.ObjectServer(session, 1)
+    server = ObjectServer(session, 1)
     thing = owned.begin(ObjectId(1, 2, 3))
     reply = server.type_of(1, 2, 3)
-    server.close()
+    server.threads.close()
     thing.resolve(Counter(), None)
     assert isinstance(reply.exception(20.0), ChannelClosedError)
 
@@ -368,9 +351,6 @@ def test_a_handle_is_of_no_use_after_the_end():
     run_workers(2, check, allow=ALLOW)
 
 
-# -- lifetime --------------------------------------------------------------------------------------
-
-
 def test_an_object_is_let_go_with_its_last_handle():
     def check():
         rref = rpc.remote("worker1", Counter)
@@ -384,7 +364,7 @@ def test_an_object_is_let_go_with_its_last_handle():
         assert rpc.rpc_sync("worker1", owned_here) == 1
         rpc.rpc_sync("worker2", let_go)
         nothing_is_owned("worker0", "worker1", "worker2")
-        wait_until(lambda: rpc.rpc_sync("worker1", counters_here) == 0)
+        eventually(lambda: rpc.rpc_sync("worker1", counters_here) == 0)
 
     on_first(check, size=3)
 
@@ -480,17 +460,17 @@ def test_a_killed_user_leaves_nothing_behind():
             rpc.rpc_sync("worker0", open_gate)
             time.sleep(60)
         if rank == 1:
-            wait_until(lambda: owned_here() == 11)
-            wait_until(lambda: owned_here() == 1)  # that of rank 0
-            wait_until(lambda: owned_here() == 0)
+            eventually(lambda: owned_here() == 11)
+            eventually(lambda: owned_here() == 1)  # that of rank 0
+            eventually(lambda: owned_here() == 0)
         if rank == 0:
             gate.wait()
-            wait_until(lambda: rpc.rpc_sync("worker1", owned_here) == 11)
+            eventually(lambda: rpc.rpc_sync("worker1", owned_here) == 11)
             os.kill(rpc.rpc_sync("worker2", process), signal.SIGKILL)
-            wait_until(lambda: rpc.rpc_sync("worker1", owned_here) == 1)
+            eventually(lambda: rpc.rpc_sync("worker1", owned_here) == 1)
             assert kept.pop().rpc_sync().add() == 1
             gc.collect()
-            wait_until(lambda: rpc.rpc_sync("worker1", owned_here) == 0)
+            eventually(lambda: rpc.rpc_sync("worker1", owned_here) == 0)
         rpc._barrier(["worker0", "worker1"])
         rpc.shutdown(graceful=False)
 
@@ -577,9 +557,6 @@ def test_a_killed_owner_is_named_at_once():
         rpc.shutdown(graceful=False)
 
     run_workers(2, check, allow=ALLOW, killed=[1])
-
-
-# -- counting, without ranks -----------------------------------------------------------------------
 
 
 KEY = 7

@@ -8,13 +8,11 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from rpc_ranks import run_workers
+from rpc_ranks import on_first
 from torch import nn
 
 import rankwire.torch.rpc as rpc
 from rankwire.torch.rpc import DistributedOptimizer, autograd
-
-HERE = [__name__]
 
 
 def make_layer(seed):
@@ -72,9 +70,7 @@ def layers_and_parameters(world):
     [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {})],
 )
 def test_training_over_ranks_is_training_in_one_process(optimizer, options):
-    def run(rank):
-        if rank:
-            return None
+    def run():
         layers, parameters = layers_and_parameters(3)
         stepped = DistributedOptimizer(optimizer, parameters, **options)
         local = [make_layer(seed) for seed in (1, 2)]
@@ -99,13 +95,11 @@ def test_training_over_ranks_is_training_in_one_process(optimizer, options):
             assert layer.rpc_sync().gradients() == [None, None]
         return True
 
-    assert run_workers(3, run, allow=HERE)[0]
+    assert on_first(run, size=3)
 
 
 def test_an_optimizer_of_the_program_and_its_errors():
-    def run(rank):
-        if rank:
-            return None
+    def run():
         layers, parameters = layers_and_parameters(2)
         before = layers[0].rpc_sync().values()
         with autograd.context() as context_id:
@@ -119,7 +113,7 @@ def test_an_optimizer_of_the_program_and_its_errors():
             DistributedOptimizer(Layer, parameters)
         return True
 
-    assert run_workers(2, run, allow=HERE)[0]
+    assert on_first(run)
 
 
 INSTALLED = """

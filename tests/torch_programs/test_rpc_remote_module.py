@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from rpc_ranks import run_workers
+from rpc_ranks import on_first, run_workers
 from torch import nn
 
 import rankwire.torch.rpc as rpc
@@ -79,18 +79,6 @@ def weights_of(rref):
 
 def process():
     return os.getpid()
-
-
-def on_first(function, size=2, allow=HERE, **options):
-    """Run something on rank 0, while the others serve."""
-
-    def run(rank):
-        return function() if rank == 0 else None
-
-    return run_workers(size, run, allow=allow, **options)[0]
-
-
-# -- running ---------------------------------------------------------------------------------------
 
 
 def test_torchs_own_example_runs():
@@ -175,9 +163,6 @@ def test_two_share_a_module():
     on_first(check)
 
 
-# -- training --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_training_over_ranks_is_training_in_one_process(optimizer):
     def check():
@@ -215,9 +200,6 @@ def test_parameters_are_those_of_the_module_alone_or_with_all_in_it():
             assert torch.equal(value, parameter)
 
     on_first(check)
-
-
-# -- travelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -272,9 +254,6 @@ def test_one_that_no_rank_sends_is_refused():
                 build_remote_module(wrong, BuildContext(1))
 
     on_first(check)
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_what_is_wrong_is_said_when_it_is_made():
@@ -379,8 +358,6 @@ def test_a_killed_owner_is_named_at_once():
 
     run_workers(2, check, allow=HERE, killed=[1])
 
-
-# -- under torch's name ----------------------------------------------------------------------------
 
 INSTALLED = """
 import rankwire.torch.rpc as rpc

@@ -12,9 +12,8 @@ from rpc_ranks import run_workers
 import rankwire.torch.rpc as rpc
 from rankwire.errors import InvalidMessageError, OverloadedError, PeerLostError, RemoteError
 from rankwire.torch.rpc import autograd, verbs
-from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, MOST_KEPT, Contexts
+from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, MOST_KEPT, Contexts, TrackedCall
 from rankwire.torch.rpc.autograd_pass import LocalPass
-from rankwire.torch.rpc.autograd_tracking import TrackedCall
 from rankwire.torch.rpc.owned_objects import MOST_EXPECTED, ObjectId
 from rankwire.torch.rpc.session import current
 from worlds import eventually

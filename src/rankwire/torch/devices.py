@@ -58,7 +58,6 @@ class Devices:
         return self._through_host(operation, args, kwargs)
 
     def _make(self, device: str) -> bool:
-        """Create the device's backend if the group is configured with one. All ranks do so."""
         name = self.others().get(device)
         if name is None:
             return False

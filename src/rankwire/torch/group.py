@@ -2,7 +2,7 @@
 
 DDP, functional collectives and compiled graphs call the methods below by these names and by older
 ones. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns None; all
-others run in the background and return a work. Errors are torch's (``work_handles``).
+others run in the background and return a work. Errors are torch's (``group_operations``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from rankwire.observe.stacks import show_as
 from rankwire.override import override
 from rankwire.torch.devices import Devices, plain
 from rankwire.torch.group_operations import (
+    MessageWork,
+    OperationWork,
     add_sparse,
+    as_torch,
     bytes_view,
     cut,
     flattened,
@@ -38,9 +41,10 @@ from rankwire.torch.group_operations import (
     only_tensor,
     op_of,
     options_of,
+    seconds_of,
+    translated,
 )
 from rankwire.torch.torch_rendezvous import form_world, register_launchers, take_formed
-from rankwire.torch.work_handles import MessageWork, OperationWork, as_torch, seconds_of, translated
 
 Tensors = Sequence[torch.Tensor]
 
@@ -64,10 +68,7 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
 
 
 def register() -> None:
-    """Register the backend and the rendezvous handlers with torch. Idempotent.
-
-    torch calls this during its own import (an entry point), possibly inside ours.
-    """
+    """Register with torch, which calls this during its own import, or ours. Idempotent."""
     if not hasattr(dist.Backend, "RANKWIRE"):
         dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
     register_launchers()
@@ -93,8 +94,6 @@ def _on_any_device(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _GroupBase(dist.ProcessGroup):  # type: ignore[misc]
-    """The names, the lifetime and the background operations of a process group."""
-
     def __init__(self, ranks: Backend, store: Any) -> None:
         super().__init__(ranks.rank, ranks.world_size)
         self.ranks = ranks
@@ -177,8 +176,6 @@ class RankwireGroup(_GroupBase):
     Attributes:
         ranks: The backend, for calls and messages that torch has no method for.
     """
-
-    # -- collectives -------------------------------------------------------------------------------
 
     @_on_any_device
     @override
@@ -327,8 +324,6 @@ class RankwireGroup(_GroupBase):
     @override
     def barrier(self, opts: Any = None) -> Any:
         return self._run(options_of(c10d.BarrierOptions, opts), [], rankwire.barrier)
-
-    # -- messages ----------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send a tensor to a rank; it must not change before the work is done."""

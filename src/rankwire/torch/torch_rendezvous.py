@@ -87,7 +87,6 @@ def _heard_key_of(rank: int) -> str:
 
 
 def _identity() -> str:
-    """Return a text that is equal for two processes of one user on one host."""
     return hashlib.sha256(f"{host_id()} {os.geteuid()}".encode()).hexdigest()[:32]
 
 
@@ -105,7 +104,6 @@ def _wait_for(store: Any, keys: Sequence[str], size: int, timeout: timedelta) ->
 
 
 def _presences(store: Any, size: int) -> list[tuple[str, bool]]:
-    """Return for each rank the hash of its host and user, and whether it has a secret."""
     said = [store.get(_key_of(rank)).decode().partition(" ") for rank in range(size)]
     return [(identity, has_secret == "1") for identity, _, has_secret in said]
 
@@ -115,7 +113,6 @@ def _are_at_one_place(presences: Sequence[tuple[str, bool]]) -> bool:
 
 
 def _check_secrets(presences: Sequence[tuple[str, bool]]) -> None:
-    """Check that all ranks have a secret, or that none has and they can agree on one."""
     without = [rank for rank, (_, has_secret) in enumerate(presences) if not has_secret]
     if not _are_at_one_place(presences):
         why = "the ranks of this job are not all processes of one user on one host"
@@ -173,8 +170,7 @@ _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _VARIABLES = ("RANK", "WORLD_SIZE", *_ADDRESS_VARIABLES)
 
 _formed: list[TcpBackend] = []  # the world that waits for its process group, if any
-# The world that was taken last: a launcher's world forms once; later groups meet in it.
-_taken: list[TcpBackend] = []
+_taken: list[TcpBackend] = []  # a launcher's world, which forms once: later groups meet in it
 _secret: list[bytes] = []  # for worlds that are formed later, between hosts
 
 
@@ -214,7 +210,6 @@ def register_launchers() -> None:
 def _meet(
     url: str, timeout: timedelta | None = None, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, the rank and the number of ranks, as torch expects."""
     limit = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
     standing = [backend for backend in _taken if not backend.closed]
     backend = standing[0] if standing else connect(**limit)

@@ -43,9 +43,7 @@ __all__ = [
 
 
 class _Collected(runtime.local):
-    """The futures of ``rpc_async`` in a thread inside ``_wait_all``; outside, no such attribute."""
-
-    future_list: list[CallFuture]
+    future_list: list[CallFuture]  # of a thread inside ``_wait_all``; outside, there is none
 
 
 _thread_local_var = _Collected()  # torch's name
@@ -74,10 +72,7 @@ def rpc_sync(
             function raised has its own class, if that is Python's or the program's.
     """
     session, rank, limit = _addressed(to, timeout)
-    try:
-        return session.call(rank, *_named(session, func, args, kwargs), limit)
-    except RankwireError as error:
-        raise translated(error, session, rank, limit) from error
+    return session.call(rank, *_named(session, func, args, kwargs), limit)
 
 
 def rpc_async(
@@ -89,17 +84,14 @@ def rpc_async(
 ) -> CallFuture:
     """Start a call as ``rpc_sync`` makes it, and return its future.
 
-    Arguments are encoded, and large ones sent, before this returns, and may be changed afterwards.
+    Arguments may be changed when this returns.
 
     Raises:
         RuntimeError: An argument cannot be sent, or there is no such worker. All other failures end
             the future.
     """
     session, rank, limit = _addressed(to, timeout)
-    try:
-        call = session.start(rank, *_named(session, func, args, kwargs), limit)
-    except RankwireError as error:
-        raise translated(error, session, rank, limit) from error
+    call = session.start(rank, *_named(session, func, args, kwargs), limit)
     future = CallFuture(session, call, rank, limit)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
@@ -130,10 +122,7 @@ def _named(
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Contribute an object and return those of all named workers, by name. All of them call it.
-
-    Raises ``RuntimeError`` if a worker did not take part in time, or is lost.
-    """
+    """Contribute an object and return those of all named workers, by name. All of them call it."""
     session = current()
     names = tuple(sorted(worker_names or session.ranks))
     if session.me.name not in names:
@@ -142,19 +131,16 @@ def _all_gather(
     leader = session.ranks[names[0]]
     try:
         return session.gatherer.gather(obj, names, limit)
-    except DeadlineExceededError as error:
-        if session.me.name != names[0]:
+    except RankwireError as error:
+        if session.me.id != leader or not isinstance(error, DeadlineExceededError):
             raise translated(error, session, leader, limit) from error
         raise RuntimeError(
             f"Followers {list(names[1:])} timed out in _all_gather after {limit:.2f} seconds. "
             f"The first exception is {error}"
         ) from error
-    except RankwireError as error:
-        raise translated(error, session, leader, limit) from error
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Return once all these workers have called it."""
     _all_gather(None, worker_names)
 
 
@@ -192,8 +178,6 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
-    """Make a function raise if RPC is not initialized. A decorator."""
-
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         current()
@@ -203,7 +187,6 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _wait_all_workers(timeout: float = 0.0) -> None:
-    """Return once all workers have called this and no call is in progress anywhere."""
     wait_for_all(current(), timeout)
 
 

@@ -6,7 +6,7 @@
         gradients = autograd.get_gradients(context_id)
 
 Calls in a context, and calls made while serving them, record which tensors went where
-(``autograd_tracking``). ``backward`` follows them back (``autograd_engine``) and adds up the
+(``autograd_contexts``). ``backward`` follows them back (``autograd_engine``) and adds up the
 gradients of leaves in the context, on the rank of each. All functions are safe from any thread.
 """
 
@@ -19,13 +19,18 @@ import torch
 from torch import Tensor
 
 from rankwire.rpc.agent import RpcAgent
-from rankwire.torch.rpc.autograd_contexts import CONTEXT, COUNTER_BITS, MAX_COUNT, Context, Contexts
+from rankwire.torch.rpc.autograd_contexts import (
+    CONTEXT,
+    COUNTER_BITS,
+    MAX_COUNT,
+    Context,
+    Contexts,
+    Tracking,
+)
 from rankwire.torch.rpc.autograd_engine import Engine
-from rankwire.torch.rpc.autograd_tracking import Tracking
 from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
 
 _NO_CONTEXT = -1  # torch's value
-
 
 _engine: Engine | None = None  # between ``init_rpc`` and ``shutdown``
 
@@ -33,16 +38,13 @@ _engine: Engine | None = None  # between ``init_rpc`` and ``shutdown``
 def attach(
     agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
 ) -> None:
-    """Send calls in contexts through an agent, before other ranks call it.
-
-    ``run(name, args, kwargs)`` serves a call; ``time_limit()`` is RPC's timeout, 0 for none.
-    """
+    """Send calls in contexts through an agent; ``run(name, args, kwargs)`` serves one."""
     global _engine
     contexts = Contexts(agent.rank)
     _engine = Engine(agent, contexts, time_limit)
     tracking = Tracking(contexts, run)
     tracking.register(agent.codec)
-    register(agent, CALL_IN_CONTEXT, tracking.serve)
+    register(agent, {CALL_IN_CONTEXT: tracking.serve})
 
 
 def detach() -> None:

@@ -1,4 +1,9 @@
-"""The autograd contexts of this rank, and which one a thread is in.
+"""The autograd contexts of this rank, which one a thread is in, and the messages in them.
+
+While a call or result is encoded, the codec's tensor hook numbers the tensors that require
+gradients (``sent``). The *seal* is the last part of the message: by then all are known, and become
+the inputs of one autograd node, ``Sent``. At the receiver they are the outputs of one node,
+``Received``. A backward pass leaves one rank and enters another at these nodes.
 
 A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
 knows the id was called in the context. It ends with its creator's ``with`` block, or with its
@@ -11,41 +16,33 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from rankwire import runtime
-from rankwire.errors import OverloadedError
-
-if TYPE_CHECKING:
-    from rankwire.torch.rpc.autograd_pass import LocalPass
-    from rankwire.torch.rpc.autograd_tracking import Outgoing
+from rankwire.codec.codec import Codec
+from rankwire.codec.hooks import BuildContext, TakeContext
+from rankwire.errors import InvalidMessageError, OverloadedError
+from rankwire.torch.rpc.autograd_pass import ANCHOR, HERE, LocalPass, Received, Sent
+from rankwire.torch.rpc.functions import settle
 
 T = TypeVar("T")
 
 COUNTER_BITS = 48
 MAX_COUNT = (1 << COUNTER_BITS) - 1
 MOST_KEPT = 131_072  # for each rank; no known program makes so many calls in one step
-# A call that arrives after the end of its context must not bring the context back.
-_REMEMBERED = 4096
-
+_NUMBERED = "numbered tensors"  # a key of a message's notes
+_REMEMBERED = 4096  # contexts that have ended
 
 # The context of calls made here; a thread that continues a served call inherits it.
 CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", default=None)
-
-
-class AutogradThread(runtime.local):
-    """The message in a context that a thread is encoding, and the pass whose part it runs."""
-
-    outgoing: Outgoing | None = None
-    running: LocalPass | None = None
-
-
-HERE = AutogradThread()
 
 
 @contextmanager
@@ -130,7 +127,7 @@ class Contexts:
         self._ended_for: dict[tuple[int, int], None] = {}
         self._lost: set[int] = set()
         self._kept: Counter[int] = Counter()
-        self._messages = itertools.count(1)
+        self.message_numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -139,10 +136,6 @@ class Contexts:
         """Return the known contexts."""
         with self._lock:
             return list(self._known.values())
-
-    def next_message(self) -> int:
-        """Return the number of the next message."""
-        return next(self._messages)
 
     def make(self) -> Context:
         """Return a new context."""
@@ -154,7 +147,7 @@ class Contexts:
     def meet(self, number: int, caller: int) -> Context | None:
         """Return the context of a call from another rank, or raise ``OverloadedError``.
 
-        None if it has ended or its creator or caller is lost: a late call must not bring it back.
+        None if it has ended or a rank is lost: a late call must not bring it back.
         """
         maker = number >> COUNTER_BITS
         with self._lock:
@@ -197,7 +190,7 @@ class Contexts:
         return context
 
     def end(self, number: int) -> Context | None:
-        """Forget a context and its data; return it if it was known. Later calls run without it."""
+        """Forget a context; return it if it was known. Later calls run without it."""
         with self._lock:
             _remember(self._ended, number)
             context = self._known.pop(number, None)
@@ -232,3 +225,174 @@ def _remember(latest: dict[T, None], key: T) -> None:
     latest[key] = None
     if len(latest) > _REMEMBERED:
         del latest[next(iter(latest))]
+
+
+@dataclass(slots=True)
+class TrackedCall:
+    """A call in a context; the context is None if it has already ended here."""
+
+    context: Context | None
+    name: str
+    args: Any
+    kwargs: Any
+
+
+@dataclass(slots=True)
+class TrackedResult:
+    """The result of a call in a context. It is decoded as the value itself."""
+
+    context: Context
+    value: Any
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A message that is being encoded, with its tensors so far. Also its seal."""
+
+    context: Context
+    number: int
+    peer: int
+    is_result: bool
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def seal(self) -> None:
+        """Create a node for the tensors, if there are any."""
+        HERE.outgoing = None
+        if self.tensors and not self.context.is_released:
+            with torch.enable_grad():  # also inside the user's no_grad
+                handle = Sent.apply(self.number, *self.tensors)
+            self.context.sent[self.number] = self.peer, handle
+
+    def withdraw(self) -> None:
+        """Forget the message: it is not sent."""
+        if HERE.outgoing is self:
+            HERE.outgoing = None
+        self.context.sent.pop(self.number, None)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A decoded seal: the message's number, and how many tensors are numbered."""
+
+    number: int
+    count: int
+
+
+def sent(tensor: Tensor) -> int | None:
+    """Return the number of a tensor in the message being encoded; None outside a context."""
+    outgoing = HERE.outgoing
+    if outgoing is None:
+        return None
+    outgoing.tensors.append(tensor)
+    return len(outgoing.tensors) - 1
+
+
+def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
+    """Note a tensor that its sender numbered and nothing else uses; return the one to hand out."""
+    # No output of a node may be a view; a tensor from the codec may be one.
+    kept = tensor.data if tensor._is_view() else tensor
+    receiving.notes.setdefault(_NUMBERED, {})[number] = kept
+    return kept
+
+
+class Tracking:
+    """Encodes, decodes and serves calls in contexts."""
+
+    def __init__(self, contexts: Contexts, run: Callable[[str, Any, Any], Any]) -> None:
+        self._contexts = contexts
+        self._run = run
+
+    def register(self, codec: Codec) -> None:
+        """Register the hooks with a codec."""
+        codec.register(TrackedCall, take=self._take_call, build=self._build_call)
+        codec.register(TrackedResult, take=self._take_result, build=self._build_result)
+        codec.register(Outgoing, take=self._take_seal, build=_build_seal)
+
+    def serve(self, call: TrackedCall) -> Any:
+        """Serve a call in its context."""
+        context = call.context
+        with inside(context):
+            result = self._run(call.name, call.args, call.kwargs)
+        if context is None:
+            return result
+        if not isinstance(result, Future):
+            return TrackedResult(context, result)
+        return _tracked_future(context, result)
+
+    def _take_call(self, call: TrackedCall, sending: TakeContext) -> list[Any]:
+        context = call.context
+        assert context is not None
+        outgoing = self._begin(context, sending, is_result=False)
+        return [context.id, call.name, call.args, call.kwargs, outgoing]
+
+    def _take_result(self, result: TrackedResult, sending: TakeContext) -> list[Any]:
+        outgoing = self._begin(result.context, sending, is_result=True)
+        return [result.context.id, result.value, outgoing]
+
+    def _begin(self, context: Context, sending: TakeContext, *, is_result: bool) -> Outgoing:
+        assert sending.peer is not None  # calls and results go to one rank
+        number = next(self._contexts.message_numbers)
+        HERE.outgoing = outgoing = Outgoing(context, number, sending.peer, is_result)
+        sending.undo(outgoing.withdraw)
+        return outgoing
+
+    def _take_seal(self, outgoing: Outgoing, sending: TakeContext) -> list[int]:
+        if outgoing.is_result and outgoing.tensors:
+            self._contexts.charge(outgoing.context, outgoing.peer)
+        outgoing.seal()
+        return [outgoing.number, len(outgoing.tensors)]
+
+    def _build_call(self, state: Any, receiving: BuildContext) -> TrackedCall:
+        match state:
+            case [int(number), str(name), args, dict(kwargs), Incoming() as seal]:
+                peer = receiving.peer
+                context = None if peer is None else self._contexts.meet(number, peer)
+                if context is not None and peer is not None and seal.count:
+                    self._contexts.charge(context, peer)
+                _attach(context, seal, receiving)
+                return TrackedCall(context, name, args, kwargs)
+        raise InvalidMessageError("a call in an autograd context is malformed")
+
+    def _build_result(self, state: Any, receiving: BuildContext) -> Any:
+        match state:
+            case [int(number), value, Incoming() as seal]:
+                _attach(self._contexts.get(number), seal, receiving)
+                return value
+        raise InvalidMessageError("a result in an autograd context is malformed")
+
+
+def _build_seal(state: Any, receiving: BuildContext) -> Any:
+    match state:
+        case [int(number), int(count)]:
+            return Incoming(number, count)
+    raise InvalidMessageError("the seal of a message in an autograd context is malformed")
+
+
+def _attach(context: Context | None, seal: Incoming, receiving: BuildContext) -> None:
+    numbered = receiving.notes.pop(_NUMBERED, {})
+    try:
+        tensors = [numbered[number] for number in range(seal.count)]
+    except KeyError as missing:
+        raise InvalidMessageError(
+            f"tensor {missing} of a message in a context is missing"
+        ) from None
+    peer = receiving.peer
+    if not tensors or context is None or peer is None:
+        return
+    with torch.enable_grad():
+        Received.apply(peer, seal.number, ANCHOR, *tensors)
+    context.received[peer, seal.number] = tensors[0].grad_fn
+
+
+def _tracked_future(context: Context, result: Future[Any]) -> Future[Any]:
+    tracked: Future[Any] = Future()
+
+    def end(done: Future[Any]) -> None:
+        if done.cancelled():
+            tracked.cancel()
+        else:
+            settle(tracked, lambda: TrackedResult(context, done.result()))
+
+    tracked.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
+    result.add_done_callback(end)
+    return tracked

@@ -43,16 +43,17 @@ class Engine:
         self._time_limit = time_limit
         self._numbers = itertools.count()
         self._threads: dict[runtime.Thread, None] = {}
-        verbs: tuple[tuple[str, Callable[..., Any]], ...] = (
-            (REACH, self._serve_reach),
-            (RUN, self._serve_run),
-            (ARRIVE, self._serve_arrive),
-            (FAIL, self._serve_fail),
-            (END, self._serve_end),
-            (ADOPT, self._serve_adopt),
+        register(
+            agent,
+            {
+                REACH: self._serve_reach,
+                RUN: self._serve_run,
+                ARRIVE: self._serve_arrive,
+                FAIL: self._serve_fail,
+                END: self._serve_end,
+                ADOPT: self._serve_adopt,
+            },
         )
-        for verb, function in verbs:
-            register(agent, verb, function)
         self._unwatch = agent.backend.on_peer_lost(self._lost)
 
     def close(self) -> None:
@@ -89,10 +90,7 @@ class Engine:
                     context.passes.pop(number, None)
 
     def _ask_for_end(self, context: Context) -> None:
-        """Have a context's creator notify this rank of the end, in place of a lost rank.
-
-        Other callers may know the context from the lost rank too, or from this one.
-        """
+        """Have a context's creator notify this rank of the end, in place of a lost rank."""
 
         def end_unless_adopted(asked: Future[bool]) -> None:
             if asked.cancelled() or asked.exception() is not None or not asked.result():
@@ -106,7 +104,7 @@ class Engine:
             asked.add_done_callback(end_unless_adopted)
 
     def backward(self, context: Context, roots: Sequence[Tensor], *, retain_graph: bool) -> None:
-        """Conduct a pass until it ends on all ranks; raise an error that names the failed rank."""
+        """Conduct a pass until it ends on all ranks; an error names the rank that failed."""
         deadline = Deadline(self._time_limit() or math.inf, self._agent.backend.clock)
         number = (self.rank << COUNTER_BITS) + next(self._numbers)
         own = self._open(context, number, deadline, roots)
@@ -219,8 +217,6 @@ class Engine:
 
 
 class _Conducted:
-    """A pass, on the rank that conducts it."""
-
     def __init__(self, engine: Engine, context: int, number: int, own: LocalPass) -> None:
         self._engine = engine
         self._context = context

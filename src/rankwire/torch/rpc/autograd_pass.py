@@ -18,16 +18,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from rankwire import runtime
 from rankwire.clock import SafeCondition
 from rankwire.override import override
-from rankwire.torch.rpc.autograd_contexts import HERE, Context
-from rankwire.torch.rpc.autograd_tracking import ANCHOR, Received
+
+if TYPE_CHECKING:
+    from rankwire.torch.rpc.autograd_contexts import Context, Outgoing
 
 Gradients = Sequence[Tensor | None]
 # Sends the gradients of a message's tensors to its sender: ``deliver(sender, number, gradients)``.
@@ -35,6 +37,61 @@ Deliver = Callable[[int, int, Gradients], Future[None] | None]
 
 _LEAF = torch._C._functions.AccumulateGrad
 _WAITS = 0  # the sequence number of waiting nodes
+
+
+class AutogradThread(runtime.local):
+    """The message in a context that a thread is encoding, and the pass whose part it runs."""
+
+    outgoing: Outgoing | None = None
+    running: LocalPass | None = None
+
+
+HERE = AutogradThread()
+
+# torch records no node without an input that requires a gradient.
+ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class Sent(Function):  # type: ignore[misc]
+    """An autograd node whose inputs are the tensors of a message that was sent."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, number: int, *tensors: Tensor) -> Tensor:
+        ctx.number = number
+        return torch.empty(0)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return None, *HERE.running.gradients_of(ctx.number)  # type: ignore[union-attr]
+
+
+class Received(Function):  # type: ignore[misc]
+    """An autograd node whose outputs are the tensors of a received message."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, peer: int, number: int, anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.peer, ctx.number = peer, number
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors)  # modified in place: they stay in the message
+        return tensors
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if HERE.running is None:
+            raise RuntimeError(
+                f"a gradient reached a tensor from rank {ctx.peer}: run the backward pass by "
+                "torch.distributed.autograd.backward(context_id, [loss]), not by loss.backward()"
+            )
+        HERE.running.leave(ctx.peer, ctx.number, gradients)
+        return (None, None, None, *(None for _ in gradients))
+
+
+# Tools that draw graphs and torch's tests know the node by this name.
+Received._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 
 
 class Awaited(Function):  # type: ignore[misc]
@@ -173,7 +230,7 @@ class LocalPass:
 
 
 def _unshared(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Copy gradients that share memory, with each other or in themselves, as those of ``a + b``."""
+    """Copy gradients that share memory with each other or in themselves, as those of ``a + b``."""
     places = Counter(_memory(gradient).data_ptr() for gradient in gradients.values())
     return {
         leaf: gradient.clone()

@@ -52,9 +52,6 @@ _KEYWORDS = frozenset(
 )
 
 
-# -- what arguments may be -------------------------------------------------------------------------
-
-
 def tensors_in(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> list[torch.Tensor]:
     """Return the tensors among the arguments; raise ``TypeError`` if one is not accepted."""
     for name in kwargs:
@@ -92,9 +89,6 @@ def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tenso
     if not tensor.numel():  # the sum of a tensor of 0 x 2**40 has 2**40 elements
         check_elements(_size(tensor.shape))
     return tensor
-
-
-# -- how large a result may be ---------------------------------------------------------------------
 
 
 def check_elements(count: float, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -199,9 +193,6 @@ def multiplied(args: Args, kwargs: Kwargs) -> None:
     result = rows * columns * _broadcast_size((left.shape[:-2], right.shape[:-2]))
     check_elements(result, tensors)
     check_work(result * inner)
-
-
-# -- Python's own ----------------------------------------------------------------------------------
 
 
 def plain(args: Args, kwargs: Kwargs) -> None:

@@ -156,9 +156,9 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
 class ReplyWatcher:
     """Has replies read for futures that a thread waits for in C++ (``torch.futures.wait_all``).
 
-    Reading every reply at once would compete with the caller for the interpreter, and most callers
-    read for themselves. So a thread waits for a pause between calls, and has the missing replies
-    read. Calls to a rank whose replies a thread reads in Python are put aside until it stops.
+    To read every reply at once would compete with callers that read for themselves. So a thread
+    waits for a pause between calls, and has the missing replies read. Calls to a rank whose replies
+    a thread reads in Python are put aside until it stops.
 
     Safe from any thread. Nothing is called while ``_lock`` is held.
     """
@@ -221,7 +221,6 @@ class ReplyWatcher:
             call.attend()
 
     def _wait_for_a_pause(self) -> None:
-        """Wait until no call is made for a moment: a thread that makes calls is not waiting yet."""
         for _ in range(_MOST_MOMENTS):
             count = self._calls.qsize()
             self._clock.sleep(_MOMENT)

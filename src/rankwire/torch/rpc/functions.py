@@ -10,7 +10,8 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ import torch
 from rankwire.errors import ConfigurationError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
+_MARK = "_wrapped_async_rpc_function"
 # By identity, not by an attribute: decorators copy attributes to what they make.
 _exposed: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -42,16 +45,10 @@ def is_exposed(target: object) -> bool:
     return isinstance(target, types.FunctionType | type) and target in _exposed
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_MARK = "_wrapped_async_rpc_function"
-
-
 def async_execution(fn: F) -> F:
-    """Let the caller of a function get the result of the future that it returns. A decorator.
+    """Let callers get the result of the ``torch.futures.Future`` that a function returns.
 
-    The function returns a ``torch.futures.Future``; its thread is free at once. Place it below
-    ``@staticmethod`` and ``@classmethod``.
+    A decorator, below ``@staticmethod`` and ``@classmethod``. The thread is free at once.
     """
 
     @functools.wraps(fn)
@@ -68,10 +65,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def answer_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for the server to run in place of an async one.
+    """Return what the server runs in place of an async function.
 
-    For a function it is always the same one: the server learns whether it is slow. For a bound
-    method it is a new one, so that its object is not kept alive.
+    It is the same for every call, as the server learns whether it is slow; but for a bound method
+    it is a new one, so that its object is not kept alive.
     """
     return _lasting(function) if isinstance(function, FunctionType) else _answering(function)
 
@@ -98,14 +95,17 @@ def reply_of(promise: Any) -> Future[Any]:
     if isinstance(call, Future):  # of another call: its error is passed on unchanged
         return call
     reply: Future[Any] = Future()
-
-    def end(done: torch.futures.Future[Any]) -> None:
-        try:
-            value = done.value()
-        except Exception as error:
-            reply.set_exception(error)
-        else:
-            reply.set_result(value)
-
-    promise.add_done_callback(end)
+    promise.add_done_callback(lambda done: settle(reply, done.value))
     return reply
+
+
+def settle(future: Future[Any], outcome: Callable[[], Any]) -> None:
+    """End a future, unless it was cancelled, with what a function returns or raises."""
+    with suppress(InvalidStateError):
+        try:
+            value = outcome()
+        except BaseException as error:
+            future.set_exception(error)
+            del future, outcome  # the error's traceback has this frame
+        else:
+            future.set_result(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ import torch
 from rankwire.torch.rpc import bounds
 from rankwire.torch.rpc.bounds import Args, Check, Kwargs
 from rankwire.torch.rpc.listed_functions import (
+    TORCH_CHECKS,
     check_of,
     check_run,
     is_layer,
     is_run,
     make_layer,
-    torch_checks,
 )
 from rankwire.torch.rpc.naming_rule import (
     NameRefusedError,
@@ -101,6 +101,20 @@ _OF_OPTIMIZERS = frozenset(("state_dict", "step", "zero_grad"))
 # fmt: on
 
 
+def _of_rest(check: Check) -> Check:
+    return lambda args, kwargs: check(args[1:], kwargs)
+
+
+_CONTAINER_CHECKS = {
+    cls: {name: _of_rest(check) for check, names in table.items() for name in names}
+    for cls, table in _OF_CONTAINERS.items()
+}
+TENSOR_CHECKS = {
+    **{name: check for name, check in TORCH_CHECKS.items() if hasattr(torch.Tensor, name)},
+    **{name: check for check, names in _OF_TENSORS.items() for name in names},
+}
+
+
 def find_method(rule: NamingRule, value: object, name: str) -> Callable[..., Any]:
     """Return a method of an object that other ranks may call, or raise with the reason."""
     if rule.anything:
@@ -149,7 +163,7 @@ def _defined(cls: type, name: str) -> tuple[type, Any]:
 
 
 def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
-    """Return whether a class defines a method, and does not merely give another function that name.
+    """Return whether a class defines a method, and not only its name for another function.
 
     The function may also be of another open module: decorated, or of the same package.
     """
@@ -162,9 +176,9 @@ def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
 
 def _check_of(rule: NamingRule, value: Any, owner: type, name: str) -> Check | None:
     if owner in _OF_CONTAINERS:
-        return _container_checks()[owner].get(name)
+        return _CONTAINER_CHECKS[owner].get(name)
     if owner in (torch.Tensor, torch._C.TensorBase, torch.nn.Parameter):
-        return tensor_checks().get(name)
+        return TENSOR_CHECKS.get(name)
     if issubclass(owner, torch.nn.Module) and owner.__module__.startswith("torch.nn.modules."):
         if name == "forward":
             return _check_forward if _is_runnable(rule, value) else None
@@ -175,7 +189,6 @@ def _check_of(rule: NamingRule, value: Any, owner: type, name: str) -> Check | N
 
 
 def _is_runnable(rule: NamingRule, module: torch.nn.Module) -> bool:
-    """Return whether others may run a module: a layer, the program's, or a chain of these."""
     cls = type(module)
     if cls is torch.nn.Sequential:
         return all(_is_runnable(rule, child) for child in module.children())
@@ -193,26 +206,6 @@ def _check_forward(args: Args, kwargs: Kwargs) -> None:
 def _check_of_module(args: Args, kwargs: Kwargs) -> None:
     if "assign" in kwargs or len(args) > 3:
         raise TypeError("from another rank, load_state_dict() copies into the parameters")
-
-
-@cache
-def _container_checks() -> dict[type, dict[str, Check]]:
-    return {
-        cls: {name: _of_rest(check) for check, names in table.items() for name in names}
-        for cls, table in _OF_CONTAINERS.items()
-    }
-
-
-def _of_rest(check: Check) -> Check:
-    return lambda args, kwargs: check(args[1:], kwargs)
-
-
-@cache
-def tensor_checks() -> dict[str, Check]:
-    """Return the checks of the tensor methods that others may call, by name."""
-    methods = {name: check for name, check in torch_checks().items() if hasattr(torch.Tensor, name)}
-    own = {name: check for check, names in _OF_TENSORS.items() for name in names}
-    return {**methods, **own}
 
 
 def guarded(function: Any) -> Callable[..., Any]:

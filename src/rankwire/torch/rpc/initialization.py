@@ -1,4 +1,4 @@
-"""Join the workers (``init_rpc``), and install rankwire's RPC as ``torch.distributed.rpc``.
+"""Join the workers (``init_rpc``), and put rankwire's names in place of torch's (``install``).
 
 torch's distributed autograd, optimizer and remote modules work on torch's RPC only, so ``init_rpc``
 replaces them until ``shutdown``. ``install`` replaces all of RPC for libraries that import torch's.
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.codec import Codec
 from rankwire.collectives.objects import all_gather_object
 from rankwire.errors import RankwireError
-from rankwire.torch.rpc import api, autograd, functions, replacements
+from rankwire.torch.rpc import api, autograd, functions
 from rankwire.torch.rpc.naming_rule import NamingRule
 from rankwire.torch.rpc.optimizer import DistributedOptimizer
 from rankwire.torch.rpc.options import (
@@ -41,8 +43,8 @@ _LONGEST_JOIN = 1800.0
 _times_initialized = itertools.count()
 _lock = runtime.Lock()
 
-
 _PACKAGE = "torch.distributed.rpc"
+_EXTENSION = "torch._C._distributed_rpc"
 # What programs import from torch beside RPC, by module.
 _BESIDE_RPC: dict[str, dict[str, Any]] = {
     "torch.distributed.autograd": autograd.NAMES,
@@ -129,7 +131,7 @@ def _start(
             _begin(world, me.name, rule, options, pickle=pickle)
         except BaseException as error:
             state.session = None
-            replacements.put_back()
+            put_back()
             world.close(error=error)
             if isinstance(error, RankwireError):
                 raise RuntimeError(str(error)) from error
@@ -201,10 +203,11 @@ def _begin(
         codec=codec,
         timeout=options.rpc_timeout,
         threads=options.num_worker_threads,
+        at_end=put_back,
     )
     register_hooks(codec, rule)
     world.on_peer_lost(session.lose)
-    replacements.put_in_place(_BESIDE_RPC)
+    put_in_place(_BESIDE_RPC)
     state.session = session  # before others can call functions that need it
     world.barrier()
 
@@ -212,6 +215,66 @@ def _begin(
 def is_available() -> bool:
     """Return True: RPC can always be used."""
     return True
+
+
+_MISSING = object()
+
+Names = Mapping[str, Mapping[str, Any]]  # the new values, by module and name
+# The module, the name, and the value that was replaced.
+Replaced = list[tuple[ModuleType, str, Any]]
+
+_replaced: Replaced = []
+
+
+def put_in_place(names: Names) -> None:
+    """Replace torch's names until ``put_back``, unless torch's own RPC is initialized."""
+    is_torchs_set = getattr(sys.modules.get(_EXTENSION), "_is_current_rpc_agent_set", None)
+    if is_torchs_set is None or not is_torchs_set():
+        _replaced.extend(replace(names, everywhere=True))
+
+
+def put_back() -> None:
+    """Restore torch's names. Safe to repeat."""
+    restore(_replaced)
+
+
+def replace(names: Names, *, everywhere: bool) -> Replaced:
+    """Replace names in all modules that imported them, or in torch's only; return the old ones."""
+    replaced: Replaced = []
+    new: dict[int, Any] = {}
+    for module_name, values in names.items():
+        module = sys.modules.get(module_name)
+        if module is None:
+            continue
+        for name, ours in values.items():
+            theirs = vars(module).get(name, _MISSING)
+            if theirs is ours:
+                continue
+            replaced.append((module, name, theirs))
+            if theirs is not _MISSING:
+                new[id(theirs)] = ours
+            setattr(module, name, ours)
+    found = [
+        (module, name, value)
+        for module_name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        and (everywhere or module_name.startswith("torch.distributed."))
+        for name, value in list(vars(module).items())
+        if id(value) in new
+    ]
+    for module, name, value in found:
+        setattr(module, name, new[id(value)])
+    return replaced + found
+
+
+def restore(replaced: Replaced) -> None:
+    """Undo ``replace``, and empty the list."""
+    while replaced:
+        module, name, theirs = replaced.pop()
+        if theirs is _MISSING:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, theirs)
 
 
 # In ``torch.distributed.rpc`` and its module ``api``.
@@ -248,7 +311,7 @@ _ALL_OF_RPC: dict[str, dict[str, Any]] = {
         "construct_rpc_backend_options": construct_rpc_backend_options,
     },
     # Libraries ask torch's extension for the class of references and whether RPC is initialized.
-    replacements.EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
+    _EXTENSION: {name: _CALLS[name] for name in _IN_EXTENSION},
     # Imported, and its TorchScript compiled, before torch's names are replaced.
     **_BESIDE_RPC,
 }
@@ -260,15 +323,15 @@ def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callabl
     Call it before ``init_rpc``, and before importing libraries that use RPC. Not thread-safe. The
     arguments become the defaults of ``init_rpc``'s.
     """
-    replacements.put_back()  # ``init_rpc`` may have been called first
+    put_back()  # ``init_rpc`` may have been called first
     for module_name in _ALL_OF_RPC:
         importlib.import_module(module_name)
-    replaced = replacements.replace(_ALL_OF_RPC, everywhere=False)
+    replaced = replace(_ALL_OF_RPC, everywhere=False)
     defaults = Defaults.allow, Defaults.pickle
     Defaults.allow, Defaults.pickle = allow, pickle
 
     def uninstall() -> None:
-        replacements.restore(replaced)
+        restore(replaced)
         Defaults.allow, Defaults.pickle = defaults
 
     return uninstall

@@ -22,8 +22,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,50 +71,27 @@ _TABLES: tuple[tuple[str, Any, dict[Check, tuple[str, ...]]], ...] = (
 )
 
 
-class Listed(NamedTuple):
-    """A row of the table."""
-
-    function: Callable[..., Any]
-    check: Check
-
-
-@cache
-def listed_functions() -> dict[str, Listed]:
-    """Return the table, by the names under which the functions travel."""
-    return {
-        f"{module}:{name}": Listed(getattr(place, name), check)
-        for module, place, table in _TABLES
-        for check, names in table.items()
-        for name in names
-    }
-
-
-@cache
-def names_of_listed() -> dict[Callable[..., Any], str]:
-    """Return the names by function."""
-    names: dict[Callable[..., Any], str] = {}
-    for name, listed in listed_functions().items():
-        names.setdefault(listed.function, name)
-    return names
-
-
-@cache
-def torch_checks() -> dict[str, Check]:
-    """Return the checks of torch's functions, by short name (``add``, ``matmul``)."""
-    return {name: check for check, names in _OF_TORCH.items() for name in names}
-
-
-@cache
-def _checks() -> dict[int, Check]:
-    return {id(listed.function): listed.check for listed in listed_functions().values()}
+# By the names under which they travel.
+LISTED_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"{module}:{name}": getattr(place, name)
+    for module, place, table in _TABLES
+    for names in table.values()
+    for name in names
+}
+NAMES_OF_LISTED = {function: name for name, function in reversed(LISTED_FUNCTIONS.items())}
+TORCH_CHECKS = {name: check for check, names in _OF_TORCH.items() for name in names}
+_CHECKS = {
+    id(getattr(place, name)): check
+    for _, place, table in _TABLES
+    for check, names in table.items()
+    for name in names
+}
 
 
 def check_of(function: Any) -> Check | None:
     """Return the check of a function in the table, else None."""
-    return _checks().get(id(function))  # by id: no metaclass runs
+    return _CHECKS.get(id(function))  # by id: no metaclass runs
 
-
-# -- layers ----------------------------------------------------------------------------------------
 
 _Bound = Callable[[Any, Args], tuple[float, float]]  # most elements and multiplications
 
@@ -163,32 +139,28 @@ _UNINITIALIZED = (torch.empty, torch.empty_like, torch.empty_permuted, torch.emp
 _ALLOCATING = frozenset((*_UNINITIALIZED, torch.full, torch.ones, torch.zeros))
 
 
-@cache
-def layers() -> dict[str, type]:
-    """Return the classes that can be created, by the names under which they travel."""
-    found = (getattr(nn, name) for names in _MADE.values() for name in names)
-    return {f"{layer.__module__}:{layer.__name__}": layer for layer in found}
-
-
-@cache
-def _bounds() -> dict[int, _Bound]:
-    made = {id(getattr(nn, name)): bound for bound, names in _MADE.items() for name in names}
-    return made | {id(getattr(nn, name)): _same for name in _RUN}
-
-
-@cache
-def _made() -> frozenset[int]:
-    return frozenset(map(id, layers().values()))
+# The classes that can be created, by the names under which they travel.
+LAYERS: dict[str, type] = {
+    f"{layer.__module__}:{layer.__name__}": layer
+    for names in _MADE.values()
+    for layer in (getattr(nn, name) for name in names)
+}
+_MADE_IDS = frozenset(map(id, LAYERS.values()))
+_BOUNDS = {
+    id(getattr(nn, name)): bound
+    for bound, names in {**_MADE, _same: (*_MADE[_same], *_RUN)}.items()
+    for name in names
+}
 
 
 def is_layer(target: object) -> bool:
     """Return whether an object is the class of a layer that another rank may create."""
-    return id(target) in _made()  # by id: no metaclass runs
+    return id(target) in _MADE_IDS  # by id: no metaclass runs
 
 
 def is_run(target: object) -> bool:
     """Return whether an object is the class of a layer that another rank may run."""
-    return id(target) in _bounds()
+    return id(target) in _BOUNDS
 
 
 def make_layer(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +180,7 @@ def check_run(module: Any, args: Args, kwargs: Kwargs) -> None:
         raise TypeError("a layer takes a tensor, and no named arguments, from another rank")
     given = bounds.tensors_in(args, {})
     bounds.broadcast(given, {})
-    bound = next((_bounds()[id(cls)] for cls in type(module).__mro__ if is_run(cls)), None)
+    bound = next((_BOUNDS[id(cls)] for cls in type(module).__mro__ if is_run(cls)), None)
     if bound is not None:
         elements, work = bound(module, args)
         bounds.check_elements(elements, given)

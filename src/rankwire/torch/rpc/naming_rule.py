@@ -33,11 +33,11 @@ import torch
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.torch.rpc.functions import is_exposed
 from rankwire.torch.rpc.listed_functions import (
+    LAYERS,
+    LISTED_FUNCTIONS,
+    NAMES_OF_LISTED,
     check_of,
     is_layer,
-    layers,
-    listed_functions,
-    names_of_listed,
 )
 
 MAIN = "__main__"
@@ -65,8 +65,6 @@ class NameRefusedError(RankwireError, PermissionError):
 
 
 class _Step(NamedTuple):
-    """A place where a name was looked up, and what was found."""
-
     place: Mapping[str, Any]
     key: str
     found: Any
@@ -103,8 +101,7 @@ class NamingRule:
         if known is not None and all(place.get(key) is found for place, key, found in known.steps):
             return known.target
         if not self.is_strict:
-            listed = listed_functions().get(name)
-            found = layers().get(name) if listed is None else listed.function
+            found = LISTED_FUNCTIONS.get(name) or LAYERS.get(name)
             if found is not None:
                 return found
         known = self._look_up(name)
@@ -227,7 +224,6 @@ class NamingRule:
 
     @staticmethod
     def _refusal(name: str, why: str, module: str | None) -> NameRefusedError:
-        """Return an error that says how to allow the name: with its module, or by itself."""
         if module is not None and module.partition(".")[0] == "torch":
             why += ", and it is not in the table of torch's functions that other ranks may call"
             module = None
@@ -239,7 +235,7 @@ class NamingRule:
 def name_of(function: Any) -> str:
     """Return the name under which a function or class travels, or raise ``NameRefusedError``."""
     try:
-        listed = names_of_listed().get(function)
+        listed = NAMES_OF_LISTED.get(function)
     except TypeError:  # not hashable
         listed = None
     if listed is not None:
@@ -267,7 +263,6 @@ def name_of(function: Any) -> str:
 
 
 def _is_another(module: str, qualname: str, function: Any) -> bool:
-    """Return whether the name belongs to another function here, as pickle would check."""
     place: Any = vars(sys.modules.get(module, object))
     owner, found = None, None
     for key in qualname.split("."):
@@ -331,7 +326,7 @@ def _unwrapped(raw: Any, owner: type | None) -> Any:
 
 
 def _qualname(target: Any) -> str | None:
-    """Return the qualified name; torch's operators are at the top of their module."""
+    # torch's operators are at the top of their module.
     qualname = _own(target, "__qualname__")
     return qualname and qualname.removeprefix("_VariableFunctionsClass.")
 

@@ -41,7 +41,7 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The options of torch's TensorPipe backend, so that programs need not change.
+    """The options of torch's TensorPipe backend.
 
     Args:
         num_worker_threads: The number of calls that run at once.

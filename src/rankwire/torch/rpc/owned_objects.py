@@ -1,8 +1,8 @@
 """Objects that this rank keeps because other ranks have handles of them.
 
-Handles are counted by giver and holder; when no rank holds an object, it is forgotten here. When a
-rank is lost, all that it held is released: the failure detector is the lease, without timers. A
-rank can only count handles that it gave or was given, and only if it knows the object's key.
+Handles are counted by giver and holder; when no rank holds an object, it is forgotten here. What a
+lost rank held is released: the failure detector is the lease, without timers. A rank can only count
+handles that it gave or was given, and only if it knows the object's key.
 
 Updates of handles travel by several ways and may arrive out of order:
 
@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from rankwire import runtime
 from rankwire.errors import ConfigurationError, OverloadedError
+from rankwire.torch.rpc.functions import settle
 
 # For each rank. A rank has at most 1,024 calls to another one in flight, so an honest one reaches
 # this with handles of 16 ranks whose calls are all still on their way.
@@ -49,32 +50,19 @@ class ObjectId(NamedTuple):
     key: int  # random: a rank that knows it was given a handle
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class OwnedObject:
     """An object that others may have handles of, possibly not created yet."""
 
-    __slots__ = (
-        "__weakref__",
-        "_waiters",
-        "claimant",
-        "error",
-        "held",
-        "id",
-        "is_expected",
-        "is_ready",
-        "returning",
-        "value",
-    )
-
-    def __init__(self, id: ObjectId) -> None:
-        self.id = id
-        self.is_expected = True  # the call that creates it has not arrived
-        self.is_ready = False  # it has a value or an error
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.held: Counter[tuple[int, int]] = Counter()  # by giver and holder, without zeros
-        self.claimant: int | None = None  # the rank that is charged for it until it is created
-        self.returning: Counter[int] = Counter()  # sent back by a rank and not arrived
-        self._waiters: list[Future[Any]] = []
+    id: ObjectId
+    is_expected: bool = True  # the call that creates it has not arrived
+    is_ready: bool = False  # it has a value or an error
+    value: Any = None
+    error: BaseException | None = None
+    held: Counter[tuple[int, int]] = field(default_factory=Counter)  # by giver and holder, no zeros
+    claimant: int | None = None  # the rank that is charged for it until it is created
+    returning: Counter[int] = field(default_factory=Counter)  # sent back by a rank, not arrived
+    _waiters: list[Future[Any]] = field(default_factory=list)
 
     @property
     def is_waited_for(self) -> bool:
@@ -93,7 +81,7 @@ class OwnedObject:
         self.is_expected = False
         self.is_ready = True
         while self._waiters:  # ``when_ready`` checks again after it adds a waiter
-            _settle(self._waiters.pop(), self)
+            settle(self._waiters.pop(), self.get)
 
     def when_ready(self) -> Future[Any]:
         """Return a new future of its value."""
@@ -101,16 +89,8 @@ class OwnedObject:
         if not self.is_ready:
             self._waiters.append(waiter)
         if self.is_ready:
-            _settle(waiter, self)
+            settle(waiter, self.get)
         return waiter
-
-
-def _settle(waiter: Future[Any], owned: OwnedObject) -> None:
-    with suppress(InvalidStateError):
-        if owned.error is not None:
-            waiter.set_exception(owned.error)
-        else:
-            waiter.set_result(owned.value)
 
 
 def _release_all(owned: OwnedObject, rank: int) -> None:
@@ -328,7 +308,6 @@ class OwnedObjects:
             owned.claimant = None
 
     def _tidy(self, owned: OwnedObject) -> None:
-        """Keep an object that is held or has a handle on its way here; else forget it."""
         owned.held = Counter({pair: count for pair, count in owned.held.items() if count})
         if owned.is_expected:
             return

@@ -1,7 +1,7 @@
 """RRef: a handle of an object on some rank.
 
 The owner counts the handles of other ranks (``owned_objects``) until these release them as garbage
-(``handle_updates``). Its own handles have the object itself, and are not counted.
+(``object_requests``). Its own handles have the object itself, and are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from rankwire import runtime
 from rankwire.deadline import Deadline
-from rankwire.errors import DeadlineExceededError, OverloadedError, RankwireError
+from rankwire.errors import DeadlineExceededError, OverloadedError
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc.autograd import backward_of
 from rankwire.torch.rpc.call_results import CallFuture, translated
@@ -75,7 +75,6 @@ class RRef(Generic[T]):
         owned: OwnedObject | None = None,
         giver: int | None = None,
     ) -> RRef[Any]:
-        """Return a handle; without the object, one that the owner has counted for this rank."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._set_up(session, owner, id, owned)
         if owned is None:
@@ -125,9 +124,9 @@ class RRef(Generic[T]):
             _raise_if_not_made(self)
         try:
             return session.call(self._owner, FETCH, self._id, {}, limit)  # type: ignore[no-any-return]
-        except RankwireError as error:
+        except Exception:
             _raise_if_not_made(self)  # its error says more, if it is known by now
-            raise translated(error, session, self._owner, limit) from error
+            raise
 
     def _usable(self, otherwise: str) -> Session:
         session = self._session
@@ -149,12 +148,8 @@ class RRef(Generic[T]):
             raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         else:
             session = self._usable("Cannot call backward() on it after deletion.")
-            limit = session.limit(UNSET_RPC_TIMEOUT)
             args = (*self._id, dist_autograd_ctx_id, retain_graph)
-            try:
-                session.call(self._owner, BACKWARD, args, {}, limit)
-            except RankwireError as error:
-                raise translated(error, session, self._owner, limit) from error
+            session.call(self._owner, BACKWARD, args, {}, session.limit(UNSET_RPC_TIMEOUT))
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy whose methods call the object's and wait for the result."""
@@ -253,12 +248,8 @@ def remote(
     creating the object; the first use of the handle raises the error. Safe from any thread.
     """
     session = current()
-    rank = session.rank_of(to)
-    limit = session.limit(timeout)
-    try:
-        name = session.names.get(func) or session.named(func)
-    except RankwireError as error:
-        raise translated(error, session, rank, limit) from error
+    rank, limit = session.rank_of(to), session.limit(timeout)
+    name = session.names.get(func) or session.named(func)
     return _make(session, rank, MAKE, (name, *(args or ())), kwargs or {}, limit)
 
 
@@ -279,10 +270,8 @@ def _make(
     rref._fork = fork
     try:
         rref._creation = session.start(rank, how, (*id, *args), kwargs, limit)
-    except BaseException as error:
+    except BaseException:
         rref._is_counted = False
-        if isinstance(error, RankwireError):
-            raise translated(error, session, rank, limit) from error
         raise
     rref._creation_limit = limit
     if rank != session.me.id:
@@ -311,9 +300,9 @@ def _call_method(rref: RRef[Any], timeout: float, method: str, /, *args: Any, **
         _raise_if_not_made(rref)
     try:
         return session.call(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
-    except RankwireError as error:
+    except Exception:
         _raise_if_not_made(rref)  # its error says more, if it is known by now
-        raise translated(error, session, rref._owner, limit) from error
+        raise
 
 
 def _start_method(
@@ -326,28 +315,25 @@ def _start_method(
         failed: torch.futures.Future[Any] = torch.futures.Future()
         failed.set_exception(why_not)
         return failed
-    try:
-        call = session.start(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
-    except RankwireError as error:
-        raise translated(error, session, rref._owner, limit) from error
+    call = session.start(rref._owner, CALL, (*rref._id, method, *args), kwargs, limit)
     return CallFuture(session, call, rref._owner, limit)
 
 
 def _make_by_method(
     rref: RRef[Any], timeout: float, method: str, /, *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """Return a handle of a method's result; as with torch, a missing method raises at once."""
+    # As with torch, a missing method raises at once.
     session = rref._usable("Cannot call its methods after deletion.")
     limit = session.limit(timeout)
     if method not in rref._checked:
         try:
             session.call(rref._owner, CHECK, (*rref._id, method), {}, limit)
             rref._checked.add(method)
-        except (ConnectionError, TimeoutError, OverloadedError) as error:
-            # The handle's use raises it.
+        except RuntimeError as error:
+            # The handle's use raises these.
+            if not isinstance(error.__cause__, ConnectionError | TimeoutError | OverloadedError):
+                raise
             _log.debug("rank %d was not asked for %r: %s", rref._owner, method, error)
-        except RankwireError as error:
-            raise translated(error, session, rref._owner, limit) from error
     return _make(session, rref._owner, MAKE_BY_METHOD, (*rref._id, method, *args), kwargs, limit)
 
 

@@ -1,8 +1,4 @@
-"""The session: this process's state in RPC between ``init_rpc`` and ``shutdown``.
-
-A process has at most one. It connects the agent, the workers, the naming rule, the owned objects
-and the handles, and turns a name into a function to serve.
-"""
+"""The session: the state of a process in RPC between ``init_rpc`` and ``shutdown``; at most one."""
 
 from __future__ import annotations
 
@@ -10,7 +6,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,18 +15,16 @@ from typing import Any
 from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
-from rankwire.errors import FunctionNotFoundError, OverloadedError, PeerLostError
+from rankwire.errors import FunctionNotFoundError, OverloadedError, PeerLostError, RankwireError
 from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
-from rankwire.torch.rpc.autograd_contexts import CONTEXT
-from rankwire.torch.rpc.autograd_tracking import TrackedCall
-from rankwire.torch.rpc.call_results import ReplyWatcher
-from rankwire.torch.rpc.functions import answer_later, is_async
+from rankwire.torch.rpc.autograd_contexts import CONTEXT, TrackedCall
+from rankwire.torch.rpc.call_results import ReplyWatcher, UnsendableError, translated
+from rankwire.torch.rpc.functions import answer_later, is_async, settle
 from rankwire.torch.rpc.guards import guarded
-from rankwire.torch.rpc.handle_updates import HandleUpdates
 from rankwire.torch.rpc.naming_rule import NameRefusedError, NamingRule, name_of
-from rankwire.torch.rpc.object_server import ObjectServer
+from rankwire.torch.rpc.object_requests import HandleUpdates, ObjectServer
 from rankwire.torch.rpc.owned_objects import OwnedObjects
 from rankwire.torch.rpc.verbs import APPLY, CALL_IN_CONTEXT, GATHER, register, sender
 
@@ -84,12 +79,14 @@ class Session:
         codec: Codec,
         timeout: float,
         threads: int,
+        at_end: Callable[[], None],
     ) -> None:
         self.workers = list(workers)
         self.me = self.workers[backend.rank]
         self.ranks = {worker.name: worker.id for worker in self.workers}
         self.rule = rule
         self.timeout = timeout
+        self.at_end = at_end
         self.names: dict[Any, str] = {}  # of functions that were called
         self.agent = RpcAgent(
             backend,
@@ -99,7 +96,7 @@ class Session:
             codec=codec,
             resolve=self.function_of,
         )
-        register(self.agent, APPLY, self._apply)
+        register(self.agent, {APPLY: self._apply})
         self.owned = OwnedObjects(backend.rank)
         self.updates = HandleUpdates(self.agent)
         self.watcher = ReplyWatcher(backend.clock)
@@ -133,10 +130,13 @@ class Session:
     def call(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
     ) -> Any:
-        """Call a name on a rank and return the result."""
+        """Call a name on a rank and return the result, or raise the error as torch would."""
         if CONTEXT.get() is not None or "timeout" in kwargs:
             name, args, kwargs = _wrapped(rank, name, args, kwargs)
-        return self.agent.rpc_sync(rank, name, *args, timeout=limit, **kwargs)
+        try:
+            return self.agent.rpc_sync(rank, name, *args, timeout=limit, **kwargs)
+        except RankwireError as error:
+            raise translated(error, self, rank, limit) from error
 
     def start(
         self, rank: int, name: str, args: Iterable[Any], kwargs: Mapping[str, Any], limit: float
@@ -144,7 +144,10 @@ class Session:
         """Start a call of a name on a rank and return its future; raise only if encoding fails."""
         if CONTEXT.get() is not None or "timeout" in kwargs:
             name, args, kwargs = _wrapped(rank, name, args, kwargs)
-        return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
+        try:
+            return self.agent.rpc_async(rank, name, *args, timeout=limit, **kwargs)
+        except RankwireError as error:
+            raise translated(error, self, rank, limit) from error
 
     def named(self, function: Any) -> Any:
         """Return the name under which a function travels, or the function if it is pickled."""
@@ -152,10 +155,10 @@ class Session:
             raise TypeError("function should be callable.")
         try:
             name = name_of(function)
-        except NameRefusedError:
+        except NameRefusedError as error:
             if self.agent.codec.allows_pickle:
                 return function
-            raise
+            raise UnsendableError(str(error)) from error
         if len(self.names) >= _MAX_NAMES:
             self.names.clear()
         self.names[function] = name
@@ -200,7 +203,7 @@ class Session:
         """Stop serving and leave the world."""
         autograd.detach()
         self.updates.close()
-        self.object_server.close()
+        self.object_server.threads.close()
         self.watcher.close()
         self.owned.clear()
         try:
@@ -222,8 +225,6 @@ def _wrapped(
 
 @dataclass
 class _Gather:
-    """The values so far, and the calls that wait for the rest."""
-
     given: dict[str, Any] = field(default_factory=dict)
     waiters: list[Future[Any]] = field(default_factory=list)
 
@@ -231,8 +232,8 @@ class _Gather:
 class Gatherer:
     """Gathers values of several workers at the one with the first name. Safe from any thread.
 
-    Each worker calls it with its value; its reply is deferred until all have called. If a worker is
-    lost, the waiting calls get an error that names it. Nothing is called while ``_lock`` is held.
+    The reply to each is deferred until all have called, or one is lost, which the error names.
+    Nothing is called while ``_lock`` is held.
     """
 
     def __init__(self, session: Session) -> None:
@@ -241,7 +242,7 @@ class Gatherer:
         self._counts: Counter[Names] = Counter()
         self._waiting: Counter[int] = Counter()
         self._gathers: dict[tuple[Names, int], _Gather] = {}
-        register(session.agent, GATHER, self._join)
+        register(session.agent, {GATHER: self._join})
 
     def gather(self, value: Any, names: Names, limit: float) -> dict[str, Any]:
         """Contribute a value and return the values of all workers, by name."""
@@ -263,7 +264,8 @@ class Gatherer:
             ]
         for gather in ended:
             for waiter in gather.waiters:
-                _end(waiter, lambda w: w.set_exception(error.copy()))
+                with suppress(InvalidStateError):  # cancelled
+                    waiter.set_exception(error.copy())
 
     def _join(self, names: list[str], number: int, value: Any) -> Future[Any]:
         src, key = sender(), (tuple(names), number)
@@ -284,7 +286,7 @@ class Gatherer:
         waiter.add_done_callback(partial(self._leave, key, src))
         if is_complete:
             for each in gather.waiters:
-                _end(each, lambda w: w.set_result(gather.given))
+                settle(each, lambda: gather.given)
         return waiter
 
     def _leave(self, key: tuple[Names, int], src: int, waiter: Future[Any]) -> None:
@@ -293,11 +295,6 @@ class Gatherer:
             gather = self._gathers.get(key)
             if gather is not None and all(each.cancelled() for each in gather.waiters):
                 del self._gathers[key]
-
-
-def _end(waiter: Future[Any], how: Callable[[Future[Any]], None]) -> None:
-    if waiter.set_running_or_notify_cancel():
-        how(waiter)
 
 
 class _Current:

@@ -16,7 +16,6 @@ from rankwire.codec.codec import Codec
 from rankwire.collectives.objects import all_gather_object
 from rankwire.deadline import Deadline
 from rankwire.errors import ChannelClosedError, CollectiveAbortedError, PeerLostError, RankwireError
-from rankwire.torch.rpc import replacements
 from rankwire.torch.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT
 from rankwire.torch.rpc.session import Session, current, state
 
@@ -49,7 +48,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if graceful:
             wait_for_all(session, timeout)
     finally:
-        end(session)
+        try:
+            session.close(_GRACE)
+        finally:
+            session.at_end()
+            state.session = None
 
 
 def wait_for_all(session: Session, timeout: float) -> None:
@@ -86,8 +89,8 @@ def _log_lost_workers(session: Session) -> None:
 class _Farewell:
     """Exchanges the ranks' activity. For one thread.
 
-    This is a collective until a rank is lost, which fails all collectives of the world. Then each
-    rank reports to the lowest remaining one, which distributes all reports.
+    A collective, until the loss of a rank fails all of them. Then each rank reports to the lowest
+    that remains, and gets all reports from it.
     """
 
     def __init__(self, backend: Backend, deadline: Deadline) -> None:
@@ -109,8 +112,7 @@ class _Farewell:
         lowest = min(set(range(self._backend.world_size)) - self._gone)
         return self._lead(own) if lowest == self._backend.rank else self._follow(lowest, own)
 
-    # Two ranks exchange one sequence of messages, led by the lower rank. When a leader is lost, all
-    # start again with the next one. So both sides are in the same round.
+    # When a leader is lost, all start again with the next one: both sides are in the same round.
 
     def _follow(self, leader: int, own: tuple[bool, int]) -> Told:
         try:
@@ -142,12 +144,3 @@ class _Farewell:
 
     def _receive(self, rank: int) -> Any:
         return _codec.decode(self._backend.recv(rank, timeout=self._deadline.remaining()))
-
-
-def end(session: Session) -> None:
-    """Close the session of this process."""
-    try:
-        session.close(_GRACE)
-    finally:
-        replacements.put_back()
-        state.session = None

@@ -4,7 +4,7 @@ Functions, classes and class methods travel by name under ``naming_rule``, or as
 are allowed. What is decoded comes from another rank: every number is checked before torch sees it.
 
 The owner counts a handle for the receiving rank before the message leaves; a rank that passes one
-on notifies the owner (``handle_updates``). If the message is certain not to leave, that is undone.
+on notifies the owner (``object_requests``). If the message is certain not to leave, that is undone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rankwire import runtime
 from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import ConfigurationError, InvalidMessageError
-from rankwire.torch.rpc.autograd_tracking import received, sent
+from rankwire.torch.rpc.autograd_contexts import received, sent
 from rankwire.torch.rpc.call_results import CallFuture
 from rankwire.torch.rpc.naming_rule import NamingRule, name_of
 from rankwire.torch.rpc.owned_objects import ObjectId
@@ -62,9 +62,6 @@ def register_hooks(codec: Codec, rule: NamingRule) -> None:
         )
     if not codec.allows_pickle:
         _register_named(codec, rule)
-
-
-# -- tensors ---------------------------------------------------------------------------------------
 
 
 def take_tensor(tensor: torch.Tensor, sending: TakeContext) -> Any:
@@ -168,9 +165,6 @@ def _build_parameter(parts: Any, receiving: BuildContext) -> torch.Tensor:
     raise InvalidMessageError("malformed parameter")
 
 
-# -- small things ----------------------------------------------------------------------------------
-
-
 def _take_worker(worker: WorkerInfo, sending: TakeContext) -> list[Any]:
     return [worker.name, worker.id]
 
@@ -203,9 +197,6 @@ def _is_natural(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-# -- functions and classes -------------------------------------------------------------------------
-
-
 def _register_named(codec: Codec, rule: NamingRule) -> None:
     names = {cls: name for name, cls in _CLASSES.items()}
 
@@ -225,7 +216,6 @@ def _register_named(codec: Codec, rule: NamingRule) -> None:
         codec.register(kind, name=f"{kind.__module__}.{kind.__qualname__}", take=take, build=build)
 
 
-_MAX_NUMBER = 2**63
 _sent_back_lock = runtime.Lock()  # guards ``RRef._sent_back``; a leaf
 
 
@@ -250,7 +240,7 @@ def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
 def build_rref(handle: Any, receiving: BuildContext) -> RRef[Any]:
     """Return the handle that another rank has sent."""
     session, peer = current(), receiving.peer
-    if type(handle) is not list or len(handle) != 4 or not all(map(_is_number, handle)):
+    if type(handle) is not list or len(handle) != 4 or not all(map(_is_natural, handle)):
         raise InvalidMessageError("a handle is four numbers")
     owner, id = handle[0], ObjectId(*handle[1:])
     if peer is None or owner >= len(session.workers) or id.creator >= len(session.workers):
@@ -268,7 +258,3 @@ def build_rref(handle: Any, receiving: BuildContext) -> RRef[Any]:
 def _send_back(rref: RRef[Any], count: int) -> None:
     with _sent_back_lock:
         rref._sent_back += count
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_NUMBER

@@ -12,7 +12,7 @@ Each verb checks its sender first; ``SENDERS`` says which ones it accepts:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankwire.rpc.agent import RpcAgent
@@ -59,10 +59,11 @@ SENDERS = {
 }
 
 
-def register(agent: RpcAgent, verb: str, function: Callable[..., Any]) -> None:
-    """Have an agent serve a verb of ``SENDERS``; the function checks its ``sender()``."""
-    assert verb in SENDERS, verb
-    agent.register(verb, function)
+def register(agent: RpcAgent, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Have an agent serve verbs of ``SENDERS``; each function checks its ``sender()``."""
+    for verb, function in functions.items():
+        assert verb in SENDERS, verb
+        agent.register(verb, function)
 
 
 def sender() -> int:
