@@ -31,7 +31,6 @@ from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import InvalidMessageError, OverloadedError
 from rankwire.torch.rpc.autograd_pass import ANCHOR, HERE, LocalPass, Received, Sent
-from rankwire.torch.rpc.functions import settle
 
 T = TypeVar("T")
 
@@ -388,10 +387,12 @@ def _tracked_future(context: Context, result: Future[Any]) -> Future[Any]:
     tracked: Future[Any] = Future()
 
     def end(done: Future[Any]) -> None:
-        if done.cancelled():
+        if done.cancelled() or not tracked.set_running_or_notify_cancel():
             tracked.cancel()
+        elif (error := done.exception()) is not None:
+            tracked.set_exception(error)
         else:
-            settle(tracked, lambda: TrackedResult(context, done.result()))
+            tracked.set_result(TrackedResult(context, done.result()))
 
     tracked.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
     result.add_done_callback(end)

@@ -68,7 +68,8 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor], sparse: bool, dep
     for value in values:
         kind = type(value)
         if kind in _TENSORS:
-            found.append(checked_tensor(value, sparse=sparse))
+            _check_tensor(value, sparse)
+            found.append(value)
         elif kind in _SEQUENCES and depth < _MAX_DEPTH:
             _collect(value, found, sparse, depth + 1)
         elif kind not in _SCALARS and not (kind is torch.dtype and value in _DTYPES):
@@ -78,8 +79,7 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor], sparse: bool, dep
             )
 
 
-def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
-    """Return the tensor; raise if it is not a dense CPU tensor, or empty with a huge dimension."""
+def _check_tensor(tensor: torch.Tensor, sparse: bool) -> None:
     is_known = tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)
     if not is_known or tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
         raise TypeError(
@@ -88,7 +88,6 @@ def checked_tensor(tensor: torch.Tensor, *, sparse: bool = False) -> torch.Tenso
         )
     if not tensor.numel():  # the sum of a tensor of 0 x 2**40 has 2**40 elements
         check_elements(_size(tensor.shape))
-    return tensor
 
 
 def check_elements(count: float, tensors: Iterable[torch.Tensor] = ()) -> None:

@@ -76,7 +76,7 @@ def answer_later(function: Callable[..., Any]) -> Callable[..., Any]:
 def _answering(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Future[Any]:
-        return reply_of(function(*args, **kwargs))
+        return _reply_of(function(*args, **kwargs))
 
     return run
 
@@ -84,8 +84,7 @@ def _answering(function: Callable[..., Any]) -> Callable[..., Any]:
 _lasting = functools.lru_cache(maxsize=1024)(_answering)
 
 
-def reply_of(promise: Any) -> Future[Any]:
-    """Return the future that the server waits for in place of torch's future."""
+def _reply_of(promise: Any) -> Future[Any]:
     if not isinstance(promise, torch._C.Future):
         raise RuntimeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future "

@@ -93,7 +93,7 @@ def init_rpc(
     _start(name, options, lambda: _form(options, rank, world_size), allow, pickle)
 
 
-def init_rpc_in(
+def _init_rpc_backend(
     backend: BackendType | None = None,
     store: Any = None,
     name: str = "",
@@ -101,7 +101,6 @@ def init_rpc_in(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the workers that share a store of torch's; otherwise as ``init_rpc``."""
     options = _check_options(backend, rpc_backend_options)
     if not world_size:
         raise RuntimeError("world_size is required")
@@ -230,15 +229,15 @@ def put_in_place(names: Names) -> None:
     """Replace torch's names until ``put_back``, unless torch's own RPC is initialized."""
     is_torchs_set = getattr(sys.modules.get(_EXTENSION), "_is_current_rpc_agent_set", None)
     if is_torchs_set is None or not is_torchs_set():
-        _replaced.extend(replace(names, everywhere=True))
+        _replaced.extend(_replace(names, everywhere=True))
 
 
 def put_back() -> None:
     """Restore torch's names. Safe to repeat."""
-    restore(_replaced)
+    _restore(_replaced)
 
 
-def replace(names: Names, *, everywhere: bool) -> Replaced:
+def _replace(names: Names, *, everywhere: bool) -> Replaced:
     """Replace names in all modules that imported them, or in torch's only; return the old ones."""
     replaced: Replaced = []
     new: dict[int, Any] = {}
@@ -267,8 +266,7 @@ def replace(names: Names, *, everywhere: bool) -> Replaced:
     return replaced + found
 
 
-def restore(replaced: Replaced) -> None:
-    """Undo ``replace``, and empty the list."""
+def _restore(replaced: Replaced) -> None:
     while replaced:
         module, name, theirs = replaced.pop()
         if theirs is _MISSING:
@@ -300,7 +298,7 @@ _ALL_OF_RPC: dict[str, dict[str, Any]] = {
         "TensorPipeAgent": api.AgentView,
         "exposed": functions.exposed,
         "init_rpc": init_rpc,
-        "_init_rpc_backend": init_rpc_in,
+        "_init_rpc_backend": _init_rpc_backend,
         "is_available": is_available,
     },
     f"{_PACKAGE}.api": _CALLS,
@@ -326,12 +324,12 @@ def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callabl
     put_back()  # ``init_rpc`` may have been called first
     for module_name in _ALL_OF_RPC:
         importlib.import_module(module_name)
-    replaced = replace(_ALL_OF_RPC, everywhere=False)
+    replaced = _replace(_ALL_OF_RPC, everywhere=False)
     defaults = Defaults.allow, Defaults.pickle
     Defaults.allow, Defaults.pickle = allow, pickle
 
     def uninstall() -> None:
-        restore(replaced)
+        _restore(replaced)
         Defaults.allow, Defaults.pickle = defaults
 
     return uninstall

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from rankwire import runtime
 from rankwire.errors import ConfigurationError, OverloadedError
-from rankwire.torch.rpc.functions import settle
 
 # For each rank. A rank has at most 1,024 calls to another one in flight, so an honest one reaches
 # this with handles of 16 ranks whose calls are all still on their way.
@@ -81,7 +81,7 @@ class OwnedObject:
         self.is_expected = False
         self.is_ready = True
         while self._waiters:  # ``when_ready`` checks again after it adds a waiter
-            settle(self._waiters.pop(), self.get)
+            self._settle(self._waiters.pop())
 
     def when_ready(self) -> Future[Any]:
         """Return a new future of its value."""
@@ -89,8 +89,15 @@ class OwnedObject:
         if not self.is_ready:
             self._waiters.append(waiter)
         if self.is_ready:
-            settle(waiter, self.get)
+            self._settle(waiter)
         return waiter
+
+    def _settle(self, waiter: Future[Any]) -> None:
+        with suppress(InvalidStateError):  # cancelled
+            if self.error is not None:  # not raised: its traceback would grow with each waiter
+                waiter.set_exception(self.error)
+            else:
+                waiter.set_result(self.value)
 
 
 def _release_all(owned: OwnedObject, rank: int) -> None:
