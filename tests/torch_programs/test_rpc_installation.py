@@ -157,21 +157,30 @@ TUTORIAL = """
 """
 
 
-def test_a_tutorials_program_runs_when_only_its_import_of_rpc_is_changed(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(TUTORIAL))
+def run_two_ranks(program, *arguments):
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(program), str(rank), f"file://{tmp_path}/store"],
+            [sys.executable, "-W", "ignore", str(program), str(rank), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=50)[0] for rank in ranks]
+    try:
+        told = [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], told
+
+
+def test_a_tutorials_program_runs_when_only_its_import_of_rpc_is_changed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(TUTORIAL))
+    run_two_ranks(program, f"file://{tmp_path}/store")
 
 
 def test_what_is_found_beside_torchs_rpc_is_found_beside_ours():
@@ -262,20 +271,4 @@ def test_a_library_runs_on_ours(library, tmp_path):
     rank, port = int(os.environ["RANK"]), {port}
     """
     program.write_text(textwrap.dedent(head) + textwrap.dedent(LIBRARIES[library]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=50)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    run_two_ranks(program)

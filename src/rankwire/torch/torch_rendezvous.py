@@ -6,8 +6,8 @@ user on one host, rank 0 listens on loopback, and they can agree on a secret thr
 Otherwise all need the job's secret. A process that writes false entries can prevent the world from
 forming; it cannot join or learn a secret.
 
-Under another launcher (``rankwire run``, ``mpiexec``, ``srun``), or with ``rankwire://``, rankwire
-forms the world first, and then a store for torch: a private file or a ``TCPStore``.
+Under another launcher (``rankwire run``, ``mpiexec``, ``srun``) or with ``rankwire://``, the world
+is formed first, and then a store for torch: a private file or a ``TCPStore``.
 """
 
 from __future__ import annotations

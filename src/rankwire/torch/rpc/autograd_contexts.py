@@ -6,8 +6,8 @@ the inputs of one autograd node, ``Sent``. At the receiver they are the outputs 
 ``Received``. A backward pass leaves one rank and enters another at these nodes.
 
 A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
-knows the id was called in the context. It ends with its creator's ``with`` block, or with its
-creator; each rank notifies the ranks that it called in it (``autograd_engine``).
+knows the id was called in the context. It ends with its creator or that one's ``with`` block; each
+rank notifies the ranks that it called in it (``autograd_engine``).
 
 Locks: the table's and each context's own, both innermost; nothing is called while one is held.
 """

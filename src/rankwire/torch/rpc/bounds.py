@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -127,9 +128,7 @@ def broadcast(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> None:
         check_elements(_broadcast_size(each.shape for each in dense), dense)
 
 
-def broadcast_sparse(args: Args, kwargs: Kwargs) -> None:
-    """As ``broadcast``, for functions that accept tensors in coordinate format, too."""
-    broadcast(args, kwargs, sparse=True)
+broadcast_sparse: Check = partial(broadcast, sparse=True)  # also tensors in coordinate format
 
 
 def dense(args: Args, kwargs: Kwargs) -> None:

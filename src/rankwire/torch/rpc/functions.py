@@ -1,7 +1,6 @@
 """Decorators for functions that other ranks call: ``exposed`` and ``async_execution``.
 
-A served function that returns a ``concurrent.futures.Future`` frees its thread at once; the server
-replies when that future is done. torch's futures are converted here.
+The server replies to a function that returns a ``concurrent.futures.Future`` when that is done.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Join the workers (``init_rpc``), and put rankwire's names in place of torch's (``install``).
 
 torch's distributed autograd, optimizer and remote modules work on torch's RPC only, so ``init_rpc``
-replaces them until ``shutdown``. ``install`` replaces all of RPC for libraries that import torch's.
-A name that was imported before (``from torch.distributed.rpc import rpc_sync``) stays torch's.
+replaces them until ``shutdown``. ``install`` replaces all of RPC for libraries that import torch's,
+but not what was imported before (``from torch.distributed.rpc import rpc_sync``).
 """
 
 from __future__ import annotations
@@ -318,8 +318,8 @@ _ALL_OF_RPC: dict[str, dict[str, Any]] = {
 def install(*, allow: Iterable[Any] | str = (), pickle: bool = False) -> Callable[[], None]:
     """Replace ``torch.distributed.rpc`` by rankwire's RPC; return a function that undoes it.
 
-    Call it before ``init_rpc``, and before importing libraries that use RPC. Not thread-safe. The
-    arguments become the defaults of ``init_rpc``'s.
+    Call it before ``init_rpc`` and before importing libraries that use RPC. The arguments become
+    the defaults of ``init_rpc``. Not thread-safe.
     """
     put_back()  # ``init_rpc`` may have been called first
     for module_name in _ALL_OF_RPC:

@@ -4,10 +4,9 @@ The owner creates objects, returns their values and calls their methods (``Objec
 request for an object that is still being created does not occupy a worker: its value is a deferred
 reply, and a thread of this module runs its methods once it is ready.
 
-A holder notifies the owner of handles that it has passed on or released (``HandleUpdates``). A
-handle may become garbage in any thread at any moment. So its update goes into a queue, and a
-thread sends the updates to each owner, one message at a time and in order, on which the owner
-relies. The thread never waits for an owner: the end of a message comes into the queue too.
+A holder notifies the owner of handles that it has passed on or released (``HandleUpdates``). As one
+may become garbage in any thread at any moment, its update goes into a queue. A thread sends them to
+each owner, one message at a time and in order, on which the owner relies; it waits for no owner.
 """
 
 from __future__ import annotations
@@ -286,10 +285,7 @@ def apply_updates(objects: OwnedObjects, src: int, world_size: int, updates: lis
 
 
 class HandleUpdates:
-    """Notifies owners of the handles of this rank. Every method is safe from any thread.
-
-    The garbage collector may call ``released``, and so at any point of the program.
-    """
+    """Notifies owners of the handles of this rank. Every method is safe from any thread."""
 
     def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
@@ -317,6 +313,7 @@ class HandleUpdates:
 
     def released(self, owner: int, id: ObjectId, giver: int, sent_back: int) -> None:
         """Queue that a handle is garbage; it was sent back to its owner ``sent_back`` times."""
+        # The garbage collector calls this, at any point of the program.
         if not self.is_closed:
             self._queue.put((owner, (_RELEASED, *id, giver, sent_back)))
 
@@ -325,10 +322,7 @@ class HandleUpdates:
         self._queue.put((owner, (_PASSED_ON, *id, rank, count)))
 
     def watch_making(self, owner: int, id: ObjectId, creation: RpcFuture[Any]) -> None:
-        """Notify the owner if the call that creates an object ends before it begins.
-
-        Other ranks may wait for that object there. If the call began, the owner knows its outcome.
-        """
+        """Notify the owner, where ranks may wait for an object, if its creation does not begin."""
         creation.when_ended(partial(self._making_ended, owner, id, [True]))
 
     def _making_ended(

@@ -1,7 +1,6 @@
 """RRef: a handle of an object on some rank.
 
-The owner counts the handles of other ranks (``owned_objects``) until these release them as garbage
-(``object_requests``). Its own handles have the object itself, and are not counted.
+The owner counts the handles of other ranks (``owned_objects``). Its own have the object itself.
 """
 
 from __future__ import annotations

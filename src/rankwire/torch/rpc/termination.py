@@ -1,7 +1,7 @@
 """Leave the workers: ``shutdown``.
 
-A graceful shutdown waits until every worker has called it and no call is in progress anywhere: a
-call may have started others that no caller waits for. Lost workers are not waited for.
+A graceful one waits until every worker has called it or is lost, and no call is in progress
+anywhere: a call may have started others that no caller waits for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def wait_for_all(session: Session, timeout: float) -> None:
     """Return once every rank has called this or is lost, and no call is in progress anywhere.
 
-    That is so when no rank had one in two rounds in a row, and none made or served one in between.
+    No rank had one in two rounds in a row then, and none made or served one in between.
     """
     limit = timeout if timeout > 0.0 else math.inf
     deadline = Deadline(limit, session.agent.backend.clock)

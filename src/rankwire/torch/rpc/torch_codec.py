@@ -1,10 +1,10 @@
 """Encode what torch programs send: tensors, references, workers, functions and classes.
 
-Functions, classes and class methods travel by name under ``naming_rule``, or as pickles where these
-are allowed. What is decoded comes from another rank: every number is checked before torch sees it.
+Functions and classes travel by name under ``naming_rule``, or as pickles where these are allowed.
+Every number from another rank is checked before torch sees it.
 
-The owner counts a handle for the receiving rank before the message leaves; a rank that passes one
-on notifies the owner (``object_requests``). If the message is certain not to leave, that is undone.
+The owner counts a handle before the message leaves; a rank that passes one on notifies the owner
+(``object_requests``). If the message is certain not to leave, that is undone.
 """
 
 from __future__ import annotations
