@@ -130,7 +130,7 @@ def _start(
             _begin(world, me.name, rule, options, pickle=pickle)
         except BaseException as error:
             state.session = None
-            put_back()
+            state.at_end.close()
             world.close(error=error)
             if isinstance(error, RankwireError):
                 raise RuntimeError(str(error)) from error
@@ -202,10 +202,10 @@ def _begin(
         codec=codec,
         timeout=options.rpc_timeout,
         threads=options.num_worker_threads,
-        at_end=put_back,
     )
     register_hooks(codec, rule)
     world.on_peer_lost(session.lose)
+    state.at_end.callback(put_back)
     put_in_place(_BESIDE_RPC)
     state.session = session  # before others can call functions that need it
     world.barrier()

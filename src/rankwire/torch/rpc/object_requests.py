@@ -268,20 +268,25 @@ def apply_updates(objects: OwnedObjects, src: int, world_size: int, updates: lis
             raise ValueError("updates of handles are numbers")
         if kind == _PASSED_ON and not 0 <= first < world_size:
             raise ValueError(f"a handle cannot be passed on to rank {first}")
-        id = ObjectId(creator, number, key)
         try:
-            if kind == _RELEASED and second >= 0:
-                objects.release(id, src, first, second)
-            elif kind == _PASSED_ON and second in (-1, 1):
-                objects.pass_on(id, src, first, second)
-            elif kind == _NOT_MADE and creator == src:
-                objects.not_made(id)
-            else:
-                raise ValueError(f"invalid update of a handle: {kind!r}")
+            _apply(objects, src, kind, ObjectId(creator, number, key), first, second)
         except (PermissionError, OverloadedError) as error:
             refusal = refusal or error
     if refusal is not None:
         raise refusal
+
+
+def _apply(
+    objects: OwnedObjects, src: int, kind: int, id: ObjectId, first: int, second: int
+) -> None:
+    if kind == _RELEASED and second >= 0:
+        objects.release(id, src, first, second)
+    elif kind == _PASSED_ON and second in (-1, 1):
+        objects.pass_on(id, src, first, second)
+    elif kind == _NOT_MADE and id.creator == src:
+        objects.not_made(id)
+    else:
+        raise ValueError(f"invalid update of a handle: {kind!r}")
 
 
 class HandleUpdates:

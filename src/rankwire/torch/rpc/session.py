@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,14 +79,12 @@ class Session:
         codec: Codec,
         timeout: float,
         threads: int,
-        at_end: Callable[[], None],
     ) -> None:
         self.workers = list(workers)
         self.me = self.workers[backend.rank]
         self.ranks = {worker.name: worker.id for worker in self.workers}
         self.rule = rule
         self.timeout = timeout
-        self.at_end = at_end
         self.names: dict[Any, str] = {}  # of functions that were called
         self.agent = RpcAgent(
             backend,
@@ -299,6 +297,7 @@ class Gatherer:
 
 class _Current:
     session: Session | None = None
+    at_end = ExitStack()  # closed when the session has ended
 
 
 state = _Current()

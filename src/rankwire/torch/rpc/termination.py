@@ -51,7 +51,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         try:
             session.close(_GRACE)
         finally:
-            session.at_end()
+            state.at_end.close()
             state.session = None
 
 
