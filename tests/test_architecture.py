@@ -71,7 +71,6 @@ BACKEND_INTERFACE = {
     "base",
     "calls",
     "payloads",
-    "transport",
 }  # all that the layers above know of backends
 PURE = {"texts", "codec", "wire"}
 ABOVE_LINKS = {"rendezvous", "mesh", "backends", "rpc", "collectives", "device_mesh"}
@@ -452,7 +451,7 @@ def test_a_wait_without_a_clock_is_found_whatever_waits():
 
 def test_a_deadline_is_made_with_the_clock_of_its_world():
     """The real one is named only where the user enters, and outside of worlds."""
-    entries = {"clock", "deadline", "transport", "simulated", "tcp", "connect"}
+    entries = {"clock", "deadline", "simulated", "tcp", "connect"}
     of_no_world = {"finalizers"}
     for path in modules():
         if layer_of(path) in ("launch", "testing"):

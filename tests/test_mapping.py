@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 # Vocabulary without behaviour of its own; shown by the tests of those who use it.
 WITHOUT_OWN_TEST = {
-    "__main__", "override", "runtime", "mesh/calls", "mesh/transport",
+    "__main__", "override", "runtime", "mesh/calls",
 }  # fmt: skip
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
@@ -25,7 +25,6 @@ SHOWN_IN = {
     "transports/tcp_stream": "transports/test_sockets.py",
     "transports/unix_stream": "transports/test_sockets.py",
     "transports/pipe": "transports/test_memory_stream.py",
-    "backends/receiving": "backends/test_payloads.py",
     # Not in a folder "torch", which would be found as the package where there is none.
     "torch/group": "torch_programs/test_group.py",
     "torch/group_operations": "torch_programs/test_group.py",
@@ -73,9 +72,9 @@ SHOWN_IN = {
     "collectives/operation": "collectives/test_sequence.py",
     "mesh/mesh": "backends/test_tcp_backend.py",
     "mesh/tcp_mesh": "backends/test_tcp_backend.py",
-    "mesh/ports": "mesh/test_call_port.py",
-    "mesh/dialing": "backends/test_tcp_backend.py",
-    "mesh/introductions": "backends/test_tcp_failures.py",
+    "mesh/connections": "backends/test_tcp_backend.py",
+    "mesh/message_port": "mesh/test_lookout.py",
+    "mesh/tcp_connections": "backends/test_tcp_backend.py",
     "backends/tcp": "backends/test_tcp_backend.py",
     "launch/process": "launch/test_launcher_memory.py",
     "launch/job": "launch/test_run.py",

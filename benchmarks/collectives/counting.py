@@ -48,8 +48,8 @@ class CountingBackend(SimulatedBackend):
 
     def __init__(self, mesh: SimulatedMesh) -> None:
         super().__init__(mesh)
-        mesh.transmit = partial(self._sending, mesh.transmit)  # type: ignore[method-assign]
-        mesh.offer = partial(self._sending, mesh.offer)  # type: ignore[method-assign]
+        self.messages.transmit = partial(self._sending, self.messages.transmit)  # type: ignore[method-assign]
+        self.messages.offer = partial(self._sending, self.messages.offer)  # type: ignore[method-assign]
         self._counting = threading.Lock()
         self._inside = threading.local()
         self.messages = 0

@@ -8,6 +8,7 @@ import pytest
 
 from rankwire.backends.arguments import check_world
 from rankwire.backends.base import Backend
+from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -18,15 +19,16 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.mesh.transport import Transport
+from rankwire.mesh.mesh import Mesh
+from rankwire.mesh.message_port import MessagePort
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Channel
 
 
-class PaperTransport(Transport):
-    """A transport that writes down what it is asked to send, and receives what it was given."""
+class PaperMessagePort(MessagePort):
+    """Writes down what it is asked to send, and receives what it was given."""
 
-    def __init__(self, rank: int = 0, world_size: int = 4, **options: Any) -> None:
-        super().__init__(rank, world_size, **options)
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
         self.sent: list[tuple[Any, ...]] = []
         self.arrived: dict[tuple[int, Channel, int], Any] = {}
         self.limits: list[float] = []
@@ -47,39 +49,48 @@ class PaperTransport(Transport):
             raise SizeMismatchError(nbytes, len(found))
         return bytearray(found)
 
-    def expect_any(self, sources, envelope, *, nbytes=None):
-        raise NotImplementedError
 
-    def abandon(self, group, cause):
-        raise NotImplementedError
+class PaperMesh(Mesh):
+    """A rank that is connected to nobody."""
 
-    def refuse(self, envelope):
-        raise NotImplementedError
+    def __init__(self, rank: int, world_size: int, **options: Any) -> None:
+        usual = {"timeout": None, "max_message_nbytes": 1 << 30, "clock": REAL_TIME}
+        super().__init__(rank, world_size, **{**usual, **options})
+        self.messages = PaperMessagePort(self)
 
-    def open_calls(self, service, ranks=None):
-        raise NotImplementedError
+    def tell_agent(self, says):
+        return False
 
-    def close(self, *, error=None):
-        self.closed = True
+    def tell_fall(self, fallen):
+        pass
+
+    def depart(self):
+        pass
+
+    def unreceived(self, src, group):
+        return {}
+
+    def doing_of(self, rank, deadline):
+        return None
 
 
 class Paper(Backend):
     """A rank of a world on paper."""
 
     def __init__(self, rank: int = 0, world_size: int = 4, **options: Any) -> None:
-        super().__init__(PaperTransport(*check_world(rank, world_size), **options))
+        super().__init__(PaperMesh(*check_world(rank, world_size), **options))
 
     @property
     def sent(self) -> list[tuple[Any, ...]]:
-        return self.mesh.sent
+        return self.messages.sent
 
     @property
     def arrived(self) -> dict[tuple[int, Channel, int], Any]:
-        return self.mesh.arrived
+        return self.messages.arrived
 
     @property
     def limits(self) -> list[float]:
-        return self.mesh.limits
+        return self.messages.limits
 
     def give(self, src: int, message: Any, *, tag: int = 0, channel: Channel = Channel.MESSAGE):
         self.arrived[src, channel, tag] = message
@@ -124,7 +135,7 @@ def test_a_time_limit_below_zero_is_refused(timeout):
 
 def test_the_defaults():
     backend = Paper()
-    assert (backend.timeout, backend.max_message_nbytes) == (60.0, 1 << 30)
+    assert backend.timeout == 60.0
     assert DEFAULT_MAX_MESSAGE_NBYTES == 1 << 30
     assert backend.group == WORLD_GROUP
 

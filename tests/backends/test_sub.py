@@ -18,7 +18,6 @@ from rankwire.errors import (
     DeadlineExceededError,
     InvalidMessageError,
     InvalidRankError,
-    InvalidWorldSizeError,
     MembershipError,
     PeerLostError,
     RankwireError,
@@ -61,20 +60,6 @@ def make_group(world, members, **options):
 
 def notes(error):
     return getattr(error, "__notes__", [])
-
-
-# -- who is in it ----------------------------------------------------------------------------------
-
-
-def test_ranks_count_within_the_group(make_world):
-    group = make_group(make_world(4), [1, 3])
-    assert [(view.rank, view.world_size) for view in group] == [(0, 2), (1, 2)]
-
-
-def test_members_are_sorted_and_counted_once(make_world):
-    group = make_group(make_world(4), [3, 2, 0, 2, 3])
-    assert [view.members for view in group] == [[0, 2, 3]] * 3
-    assert (group[1].rank, group[1].world_size) == (1, 3)
 
 
 # -- in a given order ------------------------------------------------------------------------------
@@ -230,12 +215,6 @@ def test_a_rank_that_is_not_a_member_is_told_so(make_world):
     assert str(pickle.loads(pickle.dumps(it.value))) == str(it.value)
 
 
-def test_a_group_needs_members(make_world):
-    with pytest.raises(InvalidWorldSizeError) as caught:
-        SubBackend(make_world(2)[0], [])
-    assert caught.value.world_size == 0
-
-
 @pytest.mark.parametrize("wrong", [4, -1, "1", 1.0])
 def test_a_member_must_be_a_rank_of_the_parent(make_world, wrong):
     with pytest.raises(InvalidRankError) as caught:
@@ -308,11 +287,13 @@ def test_the_members_agree_on_the_highest_count(make_world):
 
     def announce(ordinal):
         payload = msgspec.msgpack.encode(([0, 1], ordinal))
-        world[1].mesh.transmit(0, (0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(0))
+        world[1].messages.transmit(
+            0, (0, Channel.CONTROL, 0), ([payload], len(payload)), Deadline(0)
+        )
 
     def announced():
         return msgspec.msgpack.decode(
-            world[1].mesh.receive(0, (0, Channel.CONTROL, 0), Deadline(0))
+            world[1].messages.receive(0, (0, Channel.CONTROL, 0), Deadline(0))
         )
 
     announce(5)
@@ -396,7 +377,7 @@ def test_a_lost_member_is_named(make_world):
 def test_an_announcement_that_does_not_decode_is_refused(make_world):
     world = make_world(2)
     garbage = msgspec.msgpack.encode(["no", "list"])
-    world[1].mesh.transmit(0, (0, Channel.CONTROL, 0), ([garbage], len(garbage)), Deadline(0))
+    world[1].messages.transmit(0, (0, Channel.CONTROL, 0), ([garbage], len(garbage)), Deadline(0))
     with pytest.raises(InvalidMessageError) as caught:
         SubBackend(world[0], [0, 1])
     assert caught.value.peer == 1
@@ -413,30 +394,6 @@ def test_one_thread_makes_a_group_at_a_time(make_world, pool):
 
 
 # -- messages --------------------------------------------------------------------------------------
-
-
-def test_messages_go_through_the_parent(make_world):
-    first, second = make_group(make_world(4), [0, 2])
-    first.send(bytes([9, 8, 7]), 1)
-    assert second.recv(0) == bytes([9, 8, 7])
-    buffer = bytearray(2)
-    second.send(b"ab", 0, tag=3)
-    assert first.recv_into(buffer, 1, tag=3) == 2
-    assert buffer == b"ab"
-
-
-def test_a_barrier_is_among_the_members_alone(make_world):
-    group = make_group(make_world(6), [0, 2, 4])
-    entered = []
-
-    def meet(view):
-        for episode in range(1, 10):
-            entered.append(view.rank)
-            view.barrier()
-            assert len(entered) >= 3 * episode
-            view.barrier()
-
-    in_parallel([partial(meet, view) for view in group])
 
 
 def test_groups_and_parent_share_ranks_and_tags_without_mixing(make_world):
@@ -473,13 +430,6 @@ def test_a_group_of_a_group_speaks_of_ranks_of_its_parent(make_world):
     world[1].send(b"world", 5)
     assert (world[5].recv(1), middle[2].recv(0), inner[1].recv(0)) == (b"world", b"middle", b"deep")
     in_parallel([view.barrier for view in inner])
-
-
-def test_wrong_ranks_are_those_of_the_group(make_world):
-    (first, _) = make_group(make_world(4), [0, 2])
-    with pytest.raises(InvalidRankError) as caught:
-        first.send(b"x", 2)
-    assert (caught.value.invalid_rank, caught.value.world_size) == (2, 2)
 
 
 # -- errors ----------------------------------------------------------------------------------------

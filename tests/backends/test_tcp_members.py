@@ -56,16 +56,7 @@ from rankwire.wire.handshake import (
 )
 from rankwire.wire.keys import rank_key
 from real_time import Deadline
-from worlds import (
-    PATIENCE,
-    SECRET,
-    Running,
-    address_of,
-    bound_socket,
-    deaf,
-    eventually,
-    tcp_world,
-)
+from worlds import PATIENCE, SECRET, Running, address_of, bound_socket, deaf, eventually, tcp_world
 
 HOSTILE = 2
 

@@ -169,8 +169,8 @@ class CountingBackend(SimulatedBackend):
     def __init__(self, mesh):
         super().__init__(mesh)
         self.sent = []
-        mesh.transmit = self._counting(mesh.transmit)
-        mesh.offer = self._counting(mesh.offer)
+        self.messages.transmit = self._counting(self.messages.transmit)
+        self.messages.offer = self._counting(self.messages.offer)
 
     def _counting(self, send):
         def counting(dst, envelope, message, deadline, **options):

@@ -192,7 +192,7 @@ def messages_sent(name: str, size: int) -> list[int]:
     with simulated_world(size, timeout=TIMEOUT, faults=plan) as world:
         for rank, result in enumerate(in_parallel([partial(run, b) for b in world])):
             np.testing.assert_equal(result, expected(rank, size))
-        return [world[0].network._sent[rank] for rank in range(size)]
+        return [world[0].network.traffic.sent[rank] for rank in range(size)]
 
 
 def kill_after(name: str, size: int, victim: int, count: int) -> int:

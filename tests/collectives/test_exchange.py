@@ -162,7 +162,7 @@ def test_a_message_has_the_envelope_of_its_operation_and_step(pair):
     array = np.arange(3.0)
     exchange_of(pair[0]).send(1, 5, array)
     tag = tag_of("test()", 0) + 5
-    payload = pair[1].mesh.receive(0, (pair[1].group, Channel.COLLECTIVE, tag), Deadline(10.0))
+    payload = pair[1].messages.receive(0, (pair[1].group, Channel.COLLECTIVE, tag), Deadline(10.0))
     assert payload == array.tobytes()
 
 
@@ -208,7 +208,7 @@ def test_an_array_is_received_as_a_whole_or_into_another_one(pair, monkeypatch, 
     sent = np.arange(10, dtype=np.int32)
     payload = kind(sent.tobytes())
     x = exchange_of(pair[1])
-    monkeypatch.setattr(type(pair[1].mesh), "receive", lambda *_, nbytes: payload)
+    monkeypatch.setattr(type(pair[1].messages), "receive", lambda *_, nbytes: payload)
     received = receive_array(x, 0, 0, sent)
     assert received.dtype == sent.dtype
     assert received.tolist() == list(range(10))
@@ -281,7 +281,8 @@ class Lending:
 
     def __init__(self):
         self.offers = []
-        self.mesh, self.world = self, range(self.world_size)
+        self.mesh = self.messages = self
+        self.world = range(self.world_size)
 
     def offer(self, dst, *message, check=None):
         self.offers.append(OfferTo(dst))
@@ -353,7 +354,7 @@ def test_what_is_sent_is_the_callers_own_memory():
     def offer(dst, envelope, message, deadline, check):
         sent.append(message)
 
-    backend.mesh.offer = offer
+    backend.messages.offer = offer
     array = np.arange(1000.0)
     exchange_of(backend).send(1, 0, array)
     ((buffers, nbytes),) = sent
@@ -364,7 +365,7 @@ def test_what_is_sent_is_the_callers_own_memory():
 def test_a_few_bytes_are_copied_at_once_or_none_at_all():
     sent = []
     backend = Lending()
-    backend.mesh.offer = lambda dst, envelope, message, deadline, check: sent.append(message)
+    backend.messages.offer = lambda dst, envelope, message, deadline, check: sent.append(message)
     for array in (np.arange(4.0), np.empty(0)):
         exchange_of(backend).send(1, 0, array)
         assert sent.pop() == ((array.tobytes(),), array.nbytes)

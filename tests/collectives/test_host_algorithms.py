@@ -204,15 +204,15 @@ def messages_of(world, run):
 
     def each(backend):
         rankwire.barrier(backend)
-        offer = backend.mesh.offer
+        offer = backend.messages.offer
 
         def noting(dst, envelope, message, *args, **options):
             sent.append((backend.rank, dst, message[1]))
             return offer(dst, envelope, message, *args, **options)
 
-        backend.mesh.offer = noting
+        backend.messages.offer = noting
         run(backend)
-        del backend.mesh.offer
+        del backend.messages.offer
 
     everywhere(each, world)
     return sent

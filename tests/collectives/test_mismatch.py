@@ -550,7 +550,7 @@ def test_news_that_a_rank_did_not_take_are_told_again():
 
 
 def refuse_first_notice(backend) -> None:
-    transmit, refused = backend.mesh.transmit, []
+    transmit, refused = backend.messages.transmit, []
 
     def fussy(dst, envelope, *rest):
         _, channel, tag = envelope
@@ -559,7 +559,7 @@ def refuse_first_notice(backend) -> None:
             raise DeadlineExceededError(0.05, waiting_for=[dst])
         transmit(dst, envelope, *rest)
 
-    backend.mesh.transmit = fussy
+    backend.messages.transmit = fussy
 
 
 # -- a rank that leaves because of it

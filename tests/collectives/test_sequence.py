@@ -99,7 +99,7 @@ def until_waiting(backend, src: int) -> None:
 
 def frames_of(backend) -> list[Envelope]:
     """Return a list to which the envelope of everything that a rank sends is added."""
-    frames, transmit, offer = [], backend.mesh.transmit, backend.mesh.offer
+    frames, transmit, offer = [], backend.messages.transmit, backend.messages.offer
 
     def recording(dst, envelope, *rest):
         frames.append(envelope)
@@ -109,7 +109,7 @@ def frames_of(backend) -> list[Envelope]:
         frames.append(envelope)
         return offer(dst, envelope, *rest, **options)
 
-    backend.mesh.transmit, backend.mesh.offer = recording, recording_offer
+    backend.messages.transmit, backend.messages.offer = recording, recording_offer
     return frames
 
 

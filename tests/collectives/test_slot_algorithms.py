@@ -66,7 +66,7 @@ def test_no_message_is_sent_for_what_fits(monkeypatch):
     def run(backend):
         rankwire.barrier(backend)
         sent = []
-        monkeypatch.setattr(backend.mesh, "offer", lambda *args, **kwargs: sent.append(args))
+        monkeypatch.setattr(backend.messages, "offer", lambda *args, **kwargs: sent.append(args))
         array = np.ones(1000)
         rankwire.all_reduce(backend, array)
         rankwire.broadcast(backend, array)

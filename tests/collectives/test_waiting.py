@@ -259,11 +259,11 @@ def counting_deliver(notice):
     told.append(notice.state)
     deliver(notice)
 backend.roll._send, backend.roll.deliver = counting_send, counting_deliver
-open_stream = backend.mesh.open_stream
+open_stream = backend.mesh.connections.open_stream
 def counting_open(peer, purpose, service, deadline):
     dialled.append(peer.member.rank)
     return open_stream(peer, purpose, service, deadline)
-backend.mesh.open_stream = counting_open
+backend.mesh.connections.open_stream = counting_open
 """
 BARRIER = "__import__('rankwire').barrier(backend, timeout=120.0)"
 COUNTED = "[len(reported), len(told), dialled]"

@@ -31,7 +31,8 @@ from rankwire.errors import (
 )
 from rankwire.links import borrower, connection
 from rankwire.links.borrower import Borrowed
-from rankwire.mesh.lookout import Link, Lookout
+from rankwire.mesh.connections import Link
+from rankwire.mesh.message_port import Lookout
 from rankwire.transports.shared_memory import CAN_SHARE
 from real_time import Deadline
 from worlds import (

@@ -8,12 +8,7 @@ from functools import partial
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    PeerLostError,
-    ProtocolError,
-)
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError, ProtocolError
 from rankwire.links.connection import Connection
 from rankwire.mesh.peers import Peer
 from rankwire.transports.byte_stream import wait_for

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from rankwire.clock import REAL_TIME
-from rankwire.mesh.presence import UNATTENDED, Presences
+from rankwire.mesh.presence import Presences
 from rankwire.wire.control_messages import AgentState
 from worlds import Running, eventually
 
@@ -92,12 +92,6 @@ def test_without_anyone_to_answer_nothing_waits(coordinator):
     presence = coordinator.presences.of(1)
     presence.open()
     presence.leave([])
-    for _ in range(2):
-        UNATTENDED.open()
-        with UNATTENDED.serving():
-            pass
-        UNATTENDED.leave([])
-        UNATTENDED.close()
 
 
 def test_serving_is_said_for_its_time(coordinator):

@@ -398,7 +398,7 @@ def test_a_discarded_connection_is_not_attended_again(world):
     close = old.close
 
     def armed_at_the_last_moment(cause):
-        port._arm(old)  # by the standby, which had it in its list
+        port._calls.unread.arm(old)  # by the standby, which had it in its list
         close(cause)
 
     old.close = armed_at_the_last_moment

@@ -18,7 +18,7 @@ def test_check_backend_names_the_check_that_fails():
     class Forgetful(SimulatedBackend):
         def __init__(self, mesh):
             super().__init__(mesh)
-            self._transmit, mesh.transmit = mesh.transmit, self._forget
+            self._transmit, self.messages.transmit = self.messages.transmit, self._forget
 
         def _forget(self, dst, envelope, message, deadline):
             if message[1] != 7:

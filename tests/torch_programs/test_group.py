@@ -348,7 +348,7 @@ class Closable:
         self.world = world
 
     def close(self):
-        self.world.mesh.abandon(12345, ChannelClosedError("this group is closed"))
+        self.world.messages.abandon(12345, ChannelClosedError("this group is closed"))
         Closable.closed += 1
 
 

@@ -1,7 +1,6 @@
 """How the members of a group agree on it: who they are, and by which id its traffic is known.
 
-Each member tells every other who it thinks the members are and how many such groups it has made. A
-disagreement is found at once, by name; otherwise all compute the same id from what was said.
+A disagreement is found at once, by name; otherwise all compute the same id from what was said.
 
 Lock: one for each parent, held while a group of it is made (by one thread at a time, in the order
 the program makes them). Under it, the parent's own locks are taken.
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rankwire import runtime
-from rankwire.backends.receiving import take_posted
+from rankwire.backends.payloads import take_posted
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
     DeadlineExceededError,
@@ -105,9 +104,8 @@ class Agreement:
             if attempt is None or attempt.payload != payload:
                 envelope = (parent.group, Channel.CONTROL, _AGREEMENT_TAG)
                 parent.check_member(dst)
-                parent.mesh.transmit(
-                    parent.world[dst], envelope, ((payload,), len(payload)), deadline
-                )
+                message = (payload,), len(payload)
+                parent.messages.transmit(parent.world[dst], envelope, message, deadline)
                 heard = None if attempt is None else attempt.heard
                 is_early = heard is not None and _are_of_one_group(heard, ours)
                 self._attempts[dst] = _Attempt(payload, heard if is_early else None)
@@ -162,7 +160,6 @@ class Agreement:
 
 
 def _are_of_one_group(one: _Announcement, other: _Announcement) -> bool:
-    """Whether two words are about the same processes."""
     return (one.members, one.incarnations) == (other.members, other.incarnations)
 
 

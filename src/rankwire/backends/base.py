@@ -10,32 +10,53 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from rankwire.backends.agreement import Agreement
 from rankwire.backends.arguments import Sendable, check_world, writable_view
 from rankwire.backends.payloads import (
     check_out,
     destination_of,
+    raise_if_lost,
     read_array,
     share_memory,
+    take,
+    take_array_meanwhile,
 )
 from rankwire.backends.posting import AnyRank, MessagePosting, Source
-from rankwire.backends.receiving import raise_if_lost, take, take_array_meanwhile
 from rankwire.deadline import Deadline
-from rankwire.errors import (
-    DeadlineExceededError,
-    RankwireError,
-)
+from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.fork import guard, invalidate
-from rankwire.mesh.calls import CallPort
+from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.events import OnJoined, OnLost, OnSuspected
-from rankwire.mesh.transport import Operations, Transport
+from rankwire.mesh.mesh import Mesh
 from rankwire.observe.status import WorldStatus
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.control_messages import Notice
 from rankwire.wire.frames import WORLD_GROUP, Buffer, Channel, whole_of
 from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
+
+
+class Operations(Protocol):
+    """What a backend knows of the collectives of its group, which are a layer above.
+
+    Attributes:
+        turn: The number of the next operation.
+        epoch: The number after the last operation that failed here.
+    """
+
+    turn: int
+    epoch: int
+
+    def call(self, name: str, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the next operation, and return its result."""
+
+    def now(self) -> str:
+        """Return the description of the running operation; empty if none runs."""
+        ...
+
+    def release(self) -> None:
+        """Release what the ranks share: the group is closed."""
 
 
 class Backend(MessagePosting):
@@ -44,13 +65,6 @@ class Backend(MessagePosting):
     Every method is safe from any thread. Messages from one rank to another with one tag arrive in
     the order in which they were sent; messages of different tags, and barriers, never take each
     other's place.
-
-    Args:
-        rank: This process's index, from 0.
-        world_size: The number of ranks.
-        timeout: Seconds for every operation without its own timeout.
-        max_message_nbytes: Largest message sent or accepted.
-        clock: The clock that all waits use.
 
     Attributes:
         rank: This process's index, from 0.
@@ -78,7 +92,7 @@ class Backend(MessagePosting):
 
     def __init__(
         self,
-        mesh: Transport,
+        mesh: Mesh,
         *,
         members: Sequence[int] | None = None,
         group: int = WORLD_GROUP,
@@ -86,6 +100,7 @@ class Backend(MessagePosting):
     ) -> None:
         super().__init__()
         self.mesh = mesh
+        self.messages = mesh.messages
         self.world = range(mesh.world_size) if members is None else members
         self.rank, self.world_size = check_world(self.world.index(mesh.rank), len(self.world))
         self.group = group
@@ -119,26 +134,16 @@ class Backend(MessagePosting):
     @property
     def roll_members(self) -> tuple[int, ...]:
         """The members as a report to the coordinator lists them; empty if it is the world."""
-        if self.group == WORLD_GROUP:
-            return ()
-        return tuple(self.world)
+        return () if self.group == WORLD_GROUP else tuple(self.world)
 
     def leave_roll(self) -> None:
         """Report that this rank leaves the world, and so will not come to the next operation."""
         begun = self.operations
         number, epoch = (0, 0) if begun is None else (begun.turn, begun.epoch)
         text = f"rank {self.world_rank_of(self.rank)} has left"
+        me, members = self.rank, self.roll_members
         self.roll.report(
-            Notice(
-                self.group,
-                number,
-                "",
-                "left",
-                text,
-                culprit=self.rank,
-                epoch=epoch,
-                members=self.roll_members,
-            )
+            Notice(self.group, number, "", "left", text, culprit=me, epoch=epoch, members=members)
         )
 
     # -- what users call ---------------------------------------------------------------------------
@@ -171,7 +176,7 @@ class Backend(MessagePosting):
             dst, tag = self._check(dst, tag)
             message = self._as_message(data)
             envelope = (self.group, Channel.MESSAGE, tag)
-            self.mesh.transmit(self.world[dst], envelope, message, deadline)
+            self.messages.transmit(self.world[dst], envelope, message, deadline)
         except RankwireError as error:
             raise self.failed(error, "send", deadline, dst, tag) from error.__cause__
 
@@ -240,7 +245,7 @@ class Backend(MessagePosting):
             dst, tag = self._check(dst, tag)
             message = self._as_message(pack_array(array)[0])
             envelope = (self.group, Channel.MESSAGE, tag)
-            self.mesh.transmit(self.world[dst], envelope, message, deadline)
+            self.messages.transmit(self.world[dst], envelope, message, deadline)
         except RankwireError as error:
             raise self.failed(error, "send_array", deadline, dst, tag) from error.__cause__
 
@@ -306,7 +311,7 @@ class Backend(MessagePosting):
             if out is not None and share_memory(array, out):
                 packed = [bytes(piece) for piece in packed]
             message = self._as_message(packed)
-            offer = self.mesh.offer(
+            offer = self.messages.offer(
                 self.world[dst],
                 (self.group, Channel.MESSAGE, tag),
                 message,

@@ -1,9 +1,8 @@
 """connect(): the place in the world that a launcher gave to this process.
 
-``schedulers`` reads the variables that launchers leave; here is what goes beyond reading:
-descriptors that are taken once, what this process remembers, and the joining itself. Nothing here
-knows how processes are started, and nothing in ``run`` knows how a world is joined: the two share
-only the names of the variables.
+``schedulers`` reads the variables that launchers leave; here are the descriptors that are taken
+once, what this process remembers, and the joining itself. Nothing here knows how processes are
+started.
 
 The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
 can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an

@@ -1,14 +1,8 @@
 """Faults: which ones a simulated world has, and the thread that makes them happen in time.
 
-``FaultPlan`` is data and decisions: it draws the delay of each message and says after how many
-messages or seconds something breaks, and which operations fail. Every decision depends on the seed
-and on the place (source, destination, kind of traffic) alone, never on how threads happen to run:
-the n-th message of a link is delayed alike in every run with the same seed.
-
-``Timetable`` does things at their time, in the one thread that a world with timed faults has.
-
-What a delay or a break means to the ranks is the business of ``simulated_network``; neither class
-knows ranks' state, streams or messages.
+Every decision depends on the seed and on the place (source, destination, kind of traffic) alone,
+never on how threads happen to run: the n-th message of a link is delayed alike in every run with
+the same seed. What a delay or a break means to the ranks is the business of ``simulated_network``.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class MessageHandle(PublicDir):
                 return True
         except RankwireError:
             return True  # as ``wait`` will say
-        self._ranks.mesh.read_others()
+        self._ranks.mesh.lookout.read()
         return False
 
     def fail(self, error: Exception) -> None:
@@ -109,7 +109,6 @@ class MessageHandle(PublicDir):
         self._error = error.with_traceback(None)
 
     def _end(self, error: DeadlineExceededError) -> None:
-        """Its time is over."""
         try:
             error.may_have_arrived = self._give_up() or error.may_have_arrived
         finally:
@@ -143,16 +142,7 @@ def _again(error: Exception) -> Exception:
 
 
 class Sending(MessageHandle):
-    """A message that leaves.
-
-    Args:
-        ranks: The group.
-        op: What the user called, for errors.
-        dst: The rank it goes to.
-        tag: Its tag.
-        deadline: Of the call; None if it has left.
-        sent: What it is waited for with; None if it has left.
-    """
+    """A message that leaves. ``deadline`` and ``sent`` are None if it has left."""
 
     __slots__ = ("_sent",)
 
@@ -203,17 +193,10 @@ class Sending(MessageHandle):
 
 
 class Receiving(MessageHandle):
-    """A message that comes.
+    """A message that comes: of ``nbytes``, if that is fixed, and to ``into``, if it can.
 
-    Args:
-        ranks: The group.
-        op: What the user called, for errors.
-        src: The rank it comes from; None for any.
-        tag: Its tag.
-        deadline: Of the call.
-        nbytes: Its size, if that is fixed.
-        into: Where it is to come, if it can.
-        read: Makes what the user gets of it; may be called again until the payload is given back.
+    ``src`` is None for any rank. ``read`` makes what the user gets of the payload; it may be called
+    again until the payload is released.
     """
 
     __slots__ = ("_expected", "_into", "_nbytes", "_read", "_result", "_sources")
@@ -244,16 +227,15 @@ class Receiving(MessageHandle):
             self.fail(error)
 
     def _expect(self) -> None:
-        """Ask for the next message."""
         ranks, src = self._ranks, self._peer
         envelope = (ranks.group, Channel.MESSAGE, self._tag)
         if src is None:
             self._sources = ranks.others()
             others = [ranks.world[each] for each in self._sources]
-            expected = ranks.mesh.expect_any(others, envelope, nbytes=self._nbytes)
+            expected = ranks.messages.expect_any(others, envelope, nbytes=self._nbytes)
         else:
             rank = ranks.world[src]
-            expected = ranks.mesh.expect(rank, envelope, nbytes=self._nbytes, into=self._into)
+            expected = ranks.messages.expect(rank, envelope, nbytes=self._nbytes, into=self._into)
         self._expected = expected
         expected.post()
         ranks.check_member(src)  # after it was posted: closing the group ends what is posted

@@ -1,32 +1,45 @@
-"""What to do with a received payload, whether it is here or still with the sender.
+"""Receive messages of a group, and read them, whether they are here or still with the sender.
 
-A parcel is read straight to where it belongs, once, and given back. Nothing here waits or sends.
+A message that its sender has withdrawn is skipped. One that is still in the sender's memory is read
+straight to where it belongs, once, and released.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rankwire.codec.arrays import dtype_code, is_masked
 from rankwire.codec.tensors import advice_for, carrier_of, is_tensor, map_tensor
-from rankwire.errors import ConfigurationError, RankwireError
+from rankwire.deadline import AT_ONCE, Deadline
+from rankwire.errors import ConfigurationError, DeadlineExceededError, RankwireError
+from rankwire.links.receive_handle import drop
+from rankwire.links.send_handle import SendHandle
 from rankwire.wire.array_messages import HEAD_NBYTES, ArrayMessage, unpack_head
-from rankwire.wire.frames import Payload, whole_of
-from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload, is_placed
+from rankwire.wire.frames import WORLD_GROUP, Channel, Envelope, Payload, whole_of
+from rankwire.wire.receive import (
+    PLACED_FROM,
+    Destination,
+    MessageWithdrawnError,
+    copy_payload,
+    is_placed,
+)
 
+if TYPE_CHECKING:
+    from rankwire.backends.posting import MessagePosting
+
+_LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
 # Not every byte is a bool or a character: these are looked at before the user has them.
 _CHECKED_KINDS = "bU"
 
+T = TypeVar("T")
+
 
 def read_array(payload: Payload, out: Any) -> Any:
-    """Return the array of an array message, in ``out`` if that is given. May be repeated.
-
-    Raises:
-        InvalidMessageError: It is not an array message.
-        ConfigurationError: ``out`` has another dtype or shape, or cannot be written.
-    """
+    """Return the array of an array message, in ``out`` if that is given. May be repeated."""
     if is_placed(payload):
         return out
     message = unpack_head(_beginning(payload), len(payload))
@@ -151,3 +164,82 @@ def _as_array(value: Any) -> np.ndarray[Any, Any]:
     if array is None:
         raise ConfigurationError("out has less memory than it has elements: it was resized")
     return array
+
+
+def take(
+    ranks: MessagePosting,
+    src: int,
+    tag: int,
+    deadline: Deadline,
+    nbytes: int | None,
+    read: Callable[[Payload], T],
+    *,
+    into: Destination | None = None,
+) -> T:
+    """Receive the next message that its sender has not withdrawn, and return ``read(message)``.
+
+    ``nbytes`` is its size, if that is fixed; ``into`` the memory for it, if it can arrive there.
+    """
+    envelope = (ranks.group, Channel.MESSAGE, tag)
+    while True:
+        try:
+            if into is None and ranks.group == WORLD_GROUP:
+                payload = ranks.messages.receive(
+                    ranks.world[src], envelope, deadline, nbytes=nbytes
+                )
+                try:
+                    result = read(payload)
+                    if not isinstance(payload, bytearray):
+                        payload.release()
+                    return result
+                except BaseException:
+                    drop(payload)
+                    raise
+            return take_posted(ranks, src, envelope, deadline, read, nbytes, into)
+        except MessageWithdrawnError:
+            continue  # the sender's time was up: this message was never sent
+
+
+def take_posted(
+    ranks: MessagePosting,
+    src: int,
+    envelope: Envelope,
+    deadline: Deadline,
+    read: Callable[[Payload], T],
+    nbytes: int | None = None,
+    into: Destination | None = None,
+) -> T:
+    """Post a receive and read its message; after an error, another receive gets the message."""
+    expected = ranks.messages.expect(ranks.world[src], envelope, nbytes=nbytes, into=into)
+    try:
+        expected.post()
+        ranks.check_member(src)  # after it was posted: closing the group ends what is posted
+    except BaseException:
+        expected.give_up()
+        raise
+    return expected.take_now(deadline, read)
+
+
+def take_array_meanwhile(
+    ranks: MessagePosting, src: int, tag: int, deadline: Deadline, out: Any, sent: SendHandle | None
+) -> Any:
+    """Return an array; look up now and then whether the receiver of a sent message still lives."""
+    while True:
+        patience = deadline if sent is None else deadline.sooner(_LOOK_EVERY)
+        try:
+            return take(ranks, src, tag, patience, None, partial(read_array, out=out))
+        except DeadlineExceededError:
+            if patience is deadline:
+                raise
+            assert sent is not None
+            if sent.wait(AT_ONCE):
+                sent = None  # it was taken: its taker may end now
+
+
+def raise_if_lost(ranks: MessagePosting, src: int, tag: int) -> None:
+    """Raise if a rank is gone and left no message."""
+    failure = ranks.mesh.failure_of(ranks.world[src])
+    if failure is not None and not ranks.messages.has_arrived(
+        ranks.world[src], (ranks.group, Channel.MESSAGE, tag)
+    ):
+        raise failure.copy()

@@ -8,13 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from rankwire.backends.arguments import (
-    Sendable,
-    as_buffers,
-    check_rank,
-    check_tag,
-    writable_view,
-)
+from rankwire.backends.arguments import Sendable, as_buffers, check_rank, check_tag, writable_view
 from rankwire.backends.handles import MessageHandle, Receiving, Sending
 from rankwire.backends.payloads import check_out, destination_of, read_array
 from rankwire.clock import Clock
@@ -28,7 +22,8 @@ from rankwire.errors import (
 )
 from rankwire.links.receive_handle import ReceiveHandle
 from rankwire.mesh.inquiries import explain_delay, explain_silence, explain_unreceived
-from rankwire.mesh.transport import Transport
+from rankwire.mesh.mesh import Mesh
+from rankwire.mesh.message_port import MessagePort
 from rankwire.public_dir import PublicDir
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import Buffer, Channel, Message, Payload, whole_of
@@ -57,15 +52,14 @@ class MessagePosting(PublicDir):
 
     Attributes:
         mesh: Reaches the ranks of the world.
+        messages: Sends to them, and receives from them.
         world: The world ranks of the group, by rank.
-        clock: By which everything in its world waits.
-        timeout: Seconds for every operation without its own timeout.
-        max_message_nbytes: Largest message sent or accepted.
         dropped: Receives whose handles are gone, to be given up before the next one is made.
         last_source: Of a receive from any rank: the next one looks behind it first.
     """
 
-    mesh: Transport
+    mesh: Mesh
+    messages: MessagePort
     world: Sequence[int]
     group: int
     rank: int
@@ -125,7 +119,7 @@ class MessagePosting(PublicDir):
             raise self.failed(error, op, deadline, dst, tag) from error.__cause__
         try:
             envelope = (self.group, Channel.MESSAGE, tag)
-            sent = self.mesh.begin(self.world[dst], envelope, message, deadline)
+            sent = self.messages.begin(self.world[dst], envelope, message, deadline)
         except Exception as error:
             handle = Sending(self, op, dst, tag, deadline)
             handle.fail(error)

@@ -1,10 +1,9 @@
 """The mesh of a simulated rank: streams in memory instead of sockets.
 
-Each rank is an object, usually used by a thread of its own. Dialling is a call of a function, and
-the network knows at once which ranks are gone. Faults of streams and ranks are in
-``simulated_network``, fault plans in ``faults``. This module knows what a rank does when it leaves,
-dies or loses a peer. A peer is made when it is first needed, so that a world of a thousand ranks
-costs only what it uses.
+Dialling is a call of a function, and the network knows at once which ranks are gone. Faults of
+streams and ranks are in ``simulated_network``, fault plans in ``faults``; here is what a rank does
+when it leaves, dies or loses a peer. A peer is made when it is first needed, so that a world of a
+thousand ranks costs only what it uses.
 """
 
 from __future__ import annotations
@@ -18,31 +17,23 @@ from functools import partial
 from rankwire import runtime
 from rankwire.backends.simulated_network import Network
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    MessageTooLargeError,
-    PeerLostError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, MessageTooLargeError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Reply
 from rankwire.links.receive_handle import ReceiveHandle
 from rankwire.links.send_handle import SendHandle
-from rankwire.mesh.call_port import MeshCallPort
+from rankwire.mesh.call_port import CallPort
+from rankwire.mesh.connections import Connections
 from rankwire.mesh.group_ranks import GroupRanks
 from rankwire.mesh.mesh import Mesh
+from rankwire.mesh.message_port import MessagePort
 from rankwire.mesh.peers import Peer
 from rankwire.mesh.roll_client import RollClient
 from rankwire.observe.stacks import places
 from rankwire.override import override
 from rankwire.transports.memory_stream import MemoryPoller, MemoryStream, MemoryWaiter
 from rankwire.wire.control_messages import AgentSays, Fallen, Member
-from rankwire.wire.frames import (
-    Channel,
-    Envelope,
-    Message,
-    Payload,
-)
+from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 from rankwire.wire.receive import Destination, Receive
 
@@ -63,14 +54,7 @@ class _Peers(dict[int, Peer]):
 
 
 class SimulatedMesh(Mesh):
-    """One rank of a world in this process.
-
-    Args:
-        rank: This rank.
-        network: Shared by all ranks of the world.
-        timeout: Seconds for operations without a timeout of their own.
-        max_message_nbytes: Largest message sent or accepted.
-    """
+    """One rank of a world in this process, whose ranks share ``network``."""
 
     def __init__(
         self, rank: int, network: Network, *, timeout: float | None, max_message_nbytes: int
@@ -82,136 +66,34 @@ class SimulatedMesh(Mesh):
             max_message_nbytes=max_message_nbytes,
             peers=_Peers(self.meet),
             clock=network.clock,
-            single_copy=False,
         )
+        self.connections = SimulatedConnections(self)
+        self.messages = SimulatedMessagePort(self)
         self.network = network
         self.roll = RollClient(partial(network.report, rank))
         self._meeting = runtime.Lock()  # guards the making of peers
         self._gone: RankwireError | None = None  # why this rank can do nothing more
 
-    # -- messages ----------------------------------------------------------------------------------
-
     @override
-    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
-        self._check_sending(envelope, message)
-        super().transmit(dst, envelope, message, deadline)
-
-    @override
-    def offer(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-        *,
-        check: Callable[[], None] | None = None,
-    ) -> SendHandle | None:
-        self._check_sending(envelope, message)
-        return super().offer(dst, envelope, message, deadline, check=check)
-
-    @override
-    def begin(
-        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
-    ) -> SendHandle | None:
-        self._check_sending(envelope, message)
-        return super().begin(dst, envelope, message, deadline)
-
-    @override
-    def receive(
-        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
-    ) -> Payload:
-        self._check_alive()
-        return super().receive(src, envelope, deadline, nbytes=nbytes)
-
-    @override
-    def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
-    ) -> ReceiveHandle:
-        self._check_alive()
-        return super().expect(src, envelope, nbytes=nbytes, into=into)
-
-    @override
-    def expect_any(
-        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
-    ) -> ReceiveHandle:
-        self._check_alive()
-        return super().expect_any(sources, envelope, nbytes=nbytes)
-
-    @override
-    def open_calls(self, service: int, ranks: GroupRanks | None = None) -> MeshCallPort:
-        self._check_alive()
-        return super().open_calls(service, ranks)
-
-    @override
-    def new_port(self, service: int, ranks: GroupRanks | None) -> MeshCallPort:
-        port = super().new_port(service, ranks)
-        if self.network.fails(self.rank, "call"):
-            fail_calls(port, partial(self.network.begin, self.rank, "call"))
+    def open_calls(self, service: int, ranks: GroupRanks | None = None) -> CallPort:
+        self.check_alive()
+        port = super().open_calls(service, ranks)
+        if self.network.traffic.fails(self.rank, "call"):
+            fail_calls(port, partial(self.network.traffic.begin, self.rank, "call"))
         return port
 
     @override
     def opening_collective(self) -> None:
-        self.network.begin(self.rank, "collective")
+        self.network.traffic.begin(self.rank, "collective")
 
-    def _check_sending(self, envelope: Envelope, message: Message) -> None:
-        self._check_alive()
-        if envelope[1] == Channel.MESSAGE:
-            self.network.begin(self.rank, "message")
-        if message[1] > self.max_message_nbytes:
-            raise MessageTooLargeError(message[1], self.max_message_nbytes)
-
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise if this rank can do nothing more."""
         if self._gone is not None:
             raise self._gone.copy()
-
-    # -- connections -------------------------------------------------------------------------------
-
-    @override
-    def open_stream(
-        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[MemoryStream, None]:
-        # The other rank takes its end in this thread.
-        rank = peer.member.rank
-        self.hear_of(rank)
-        peer.check()
-        hello = Hello(purpose, b"", 0, self.world_size, self.rank, rank, service)
-        other = self.network.members[rank]
-        other.meet(self.rank)
-        status, detail = other.admit(hello)
-        if status is not Status.WELCOME:
-            raise refusal(status, detail, hello)
-        near, far = self.network.connect(self.rank, rank, purpose, service)
-        try:
-            other.enter(hello, far, None)
-        except BaseException:
-            near.shut_down()  # interrupted: to the other end, this one gave up
-            raise
-        return near, None
 
     @override
     def places(self) -> list[str]:
         return places(only=[f"rank {self.rank}"])
-
-    @override
-    def new_poller(self) -> MemoryPoller:
-        return MemoryPoller(self.clock)
-
-    @override
-    def new_waiter(self) -> MemoryWaiter:
-        return MemoryWaiter(self.clock)
-
-    def flush_when_possible(self, connection: Connection) -> None:
-        """Have whoever reads at the other end send what a connection holds back."""
-        assert isinstance(connection.stream, MemoryStream)
-        connection.stream.outgoing.flush_when_possible(partial(self._flush, connection))
-
-    def _flush(self, connection: Connection) -> None:
-        try:
-            connection.outbox.flush(AT_ONCE)
-        except RankwireError as error:
-            _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
-            if connection.failure is None and connection.outbox.is_holding:
-                self.flush_when_possible(connection)
 
     def meet(self, rank: int) -> Peer:
         """Return a peer, which is made if it is not there yet."""
@@ -221,16 +103,14 @@ class SimulatedMesh(Mesh):
                 peer = self.peers[rank] = Peer(
                     Member(rank, _PID, "", 0, "", ""),
                     self.clock,
-                    await_verdict=self._await_verdict,
+                    # The network knows it at once.
+                    await_verdict=lambda peer, patience: self.hear_of(peer.member.rank),
                     on_lost=self._note_loss,
                     explain=self._losses.explain,
                     lookout=self.lookout,
                 )
         self.hear_of(rank)
         return peer
-
-    def _await_verdict(self, peer: Peer, patience: float) -> None:
-        self.hear_of(peer.member.rank)  # the network knows it at once
 
     def _note_loss(self, error: PeerLostError) -> None:
         if error.peer != self.rank:  # else it is this rank that is lost to all others
@@ -296,7 +176,7 @@ class SimulatedMesh(Mesh):
 
     @override
     def lost_ranks(self) -> list[int]:
-        self._check_alive()
+        self.check_alive()
         return sorted(self.network.gone_for(self.rank))
 
     # -- leaving -----------------------------------------------------------------------------------
@@ -334,7 +214,121 @@ class SimulatedMesh(Mesh):
                 other.hear_of(self.rank)
 
 
-def fail_calls(port: MeshCallPort, on_call: Callable[[], None]) -> None:
+class SimulatedMessagePort(MessagePort):
+    """The messages of a simulated rank, which may be dead, and some of which a plan fails."""
+
+    def __init__(self, mesh: SimulatedMesh) -> None:
+        super().__init__(mesh)
+        self._simulated = mesh
+
+    @override
+    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
+        self._check_sending(envelope, message)
+        super().transmit(dst, envelope, message, deadline)
+
+    @override
+    def offer(
+        self,
+        dst: int,
+        envelope: Envelope,
+        message: Message,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> SendHandle | None:
+        self._check_sending(envelope, message)
+        return super().offer(dst, envelope, message, deadline, check=check)
+
+    @override
+    def begin(
+        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
+    ) -> SendHandle | None:
+        self._check_sending(envelope, message)
+        return super().begin(dst, envelope, message, deadline)
+
+    @override
+    def receive(
+        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
+    ) -> Payload:
+        self._simulated.check_alive()
+        return super().receive(src, envelope, deadline, nbytes=nbytes)
+
+    @override
+    def expect(
+        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
+    ) -> ReceiveHandle:
+        self._simulated.check_alive()
+        return super().expect(src, envelope, nbytes=nbytes, into=into)
+
+    @override
+    def expect_any(
+        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
+    ) -> ReceiveHandle:
+        self._simulated.check_alive()
+        return super().expect_any(sources, envelope, nbytes=nbytes)
+
+    def _check_sending(self, envelope: Envelope, message: Message) -> None:
+        mesh = self._simulated
+        mesh.check_alive()
+        if envelope[1] == Channel.MESSAGE:
+            mesh.network.traffic.begin(mesh.rank, "message")
+        if message[1] > mesh.max_message_nbytes:
+            raise MessageTooLargeError(message[1], mesh.max_message_nbytes)
+
+
+class SimulatedConnections(Connections):
+    """The connections of a simulated rank: pipes in memory."""
+
+    def __init__(self, mesh: SimulatedMesh) -> None:
+        super().__init__(mesh, single_copy=False)
+        self._simulated = mesh
+
+    @override
+    def open_stream(
+        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
+    ) -> tuple[MemoryStream, None]:
+        # The other rank takes its end in this thread.
+        mesh, rank = self._simulated, peer.member.rank
+        mesh.hear_of(rank)
+        peer.check()
+        hello = Hello(purpose, b"", 0, mesh.world_size, mesh.rank, rank, service)
+        other = mesh.network.members[rank]
+        other.meet(mesh.rank)
+        status, detail = other.admit(hello)
+        if status is not Status.WELCOME:
+            raise refusal(status, detail, hello)
+        near, far = mesh.network.traffic.connect(mesh.rank, rank, purpose, service)
+        try:
+            other.enter(hello, far, None)
+        except BaseException:
+            near.shut_down()  # interrupted: to the other end, this one gave up
+            raise
+        return near, None
+
+    @override
+    def new_poller(self) -> MemoryPoller:
+        return MemoryPoller(self._simulated.clock)
+
+    @override
+    def new_waiter(self) -> MemoryWaiter:
+        return MemoryWaiter(self._simulated.clock)
+
+    @override
+    def flush_when_possible(self, connection: Connection) -> None:
+        # Whoever reads at the other end sends it.
+        assert isinstance(connection.stream, MemoryStream)
+        connection.stream.outgoing.flush_when_possible(partial(self._flush, connection))
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.outbox.flush(AT_ONCE)
+        except RankwireError as error:
+            _log.debug("frames to rank %d were not sent: %s", connection.peer, error)
+            if connection.failure is None and connection.outbox.is_holding:
+                self.flush_when_possible(connection)
+
+
+def fail_calls(port: CallPort, on_call: Callable[[], None]) -> None:
     """Have a port call ``on_call`` before each call; it raises for one that the plan fails."""
     send = port.call
     waiting: set[int] = set()  # calls that were counted, and wait for room

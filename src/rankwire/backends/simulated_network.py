@@ -1,8 +1,8 @@
 """The simulated network: who of a world in one process is gone, and what befalls the streams.
 
-It knows who has left, who was killed and which links are broken, makes the streams that ranks are
-connected by (``links.memory_stream``) and applies the fault plan to them. It does not know messages
-and ports: its ranks cut their streams when it says so (``cut``, ``die``: at once, no waiting and
+``Network`` knows who has left, who was killed and which links are broken. ``Traffic`` makes the
+streams that ranks are connected by and applies the fault plan to them. Neither knows messages and
+ports: ranks cut their streams when the network says so (``cut``, ``die``: at once, no waiting and
 no calling back), end what they wait for (``end``, ``hear_of``), and ask it what became of a peer.
 
 A fault happens in two steps. First it is noted and the streams are cut, at once and in any thread,
@@ -10,8 +10,9 @@ a sender's included: from then on whoever uses one finds it ended and asks here 
 is told, also those who use none. That runs callbacks of the user's, so a thread of its own does it,
 unless it is the user who makes the fault.
 
-Locks: ``_lock`` guards the state; nothing is called under it. ``_roll_lock`` guards the roll, which
-this network keeps in the place of a coordinator; what ranks are told is delivered under it.
+Locks: ``Network._lock`` and ``Traffic._lock`` guard the state; nothing is called under them.
+``_roll_lock`` guards the roll, which this network keeps in the place of a coordinator; what ranks
+are told is delivered under it.
 """
 
 from __future__ import annotations
@@ -42,17 +43,100 @@ _KILLED = Fallen("it was killed", "")
 _JOIN_LIMIT = 5.0
 
 
+class Traffic:
+    """The streams of a world and the operations of its ranks, as the plan has them. Thread-safe.
+
+    Args:
+        plan: What goes wrong, and when.
+        queue_nbytes: What a stream holds.
+        clock: By which messages are delayed.
+        on_break: Called when a link has carried the messages after which it breaks.
+        on_kill: Called when a rank has sent the messages after which it dies.
+
+    Attributes:
+        sent: How many messages each rank has sent, if the plan counts them.
+    """
+
+    def __init__(
+        self,
+        plan: FaultPlan,
+        queue_nbytes: int,
+        clock: Clock,
+        *,
+        on_break: Callable[[Link], None],
+        on_kill: Callable[[int], None],
+    ) -> None:
+        self._plan = plan
+        self._queue_nbytes = queue_nbytes
+        self._clock = clock
+        self._on_break = on_break
+        self._on_kill = on_kill
+        self._gates = {rank: Gate(each) for rank, each in plan.reader_seconds.items()}
+        self._lock = runtime.Lock()
+        self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
+        self.sent: Counter[int] = Counter()
+        self._carried: Counter[Link] = Counter()
+        self._begun: Counter[tuple[int, Operation]] = Counter()
+
+    def fails(self, rank: int, operation: Operation) -> bool:
+        """Whether the plan fails any operation of that kind."""
+        return (rank, operation) in self._plan.failures
+
+    def begin(self, rank: int, operation: Operation) -> None:
+        """Count an operation that a rank begins; raise if the plan fails it."""
+        if not self.fails(rank, operation):
+            return
+        with self._lock:
+            self._begun[rank, operation] += 1
+            number = self._begun[rank, operation]
+        error = self._plan.failures[rank, operation].get(number)
+        if error is not None:
+            raise error
+
+    def connect(
+        self, src: int, dst: int, purpose: Purpose, service: int
+    ) -> tuple[MemoryStream, MemoryStream]:
+        """Return the ends of a new stream, of the rank that dials and of the other one.
+
+        What a rank is asked that was waited for is no traffic of the program's: no fault concerns
+        it, and it is not counted.
+        """
+        if purpose is Purpose.INQUIRY:
+            return memory_pair(self._queue_nbytes, self._clock, None, None)
+        if purpose is Purpose.MESSAGES:
+            there, back = "messages", "courtesies"
+        else:
+            there, back = f"requests {service}", f"replies {service}"
+        routes = self._route(src, dst, there), self._route(dst, src, back)
+        return memory_pair(self._queue_nbytes, self._clock, *routes)
+
+    def _route(self, src: int, dst: int, kind: str) -> Route | None:
+        delays, gate = self._plan.delays(src, dst, kind), self._gates.get(dst)
+        if delays is None and gate is None and not self._plan.counts_messages:
+            return None
+        with self._lock:  # a stream that is opened again goes on where the last one stopped
+            delays = self._delays.setdefault((src, dst, kind), delays)
+        return Route(self._clock.now, delays, gate, partial(self._count, src, dst))
+
+    def _count(self, src: int, dst: int) -> None:
+        link = link_between(src, dst)
+        with self._lock:
+            self.sent[src] += 1
+            self._carried[link] += 1
+            breaks = self._carried[link] == self._plan.break_after_messages.get(link)
+            kills = self.sent[src] == self._plan.kill_after_messages.get(src)
+        if breaks:
+            self._on_break(link)
+        if kills:
+            self._on_kill(src)
+
+
 class Network:
     """The state of a world's ranks and links. Safe from any thread.
 
-    Args:
-        world_size: How many ranks.
-        queue_nbytes: What a stream holds.
-        faults: What goes wrong, and when; a copy is taken.
-        clock: The world's.
-
     Attributes:
-        clock: The same.
+        clock: The world's.
+        traffic: The streams between the ranks.
         members: The ranks, once it has started.
     """
 
@@ -61,19 +145,20 @@ class Network:
     ) -> None:
         self.world_size = world_size
         self.clock = clock
-        self._queue_nbytes = queue_nbytes
         self._faults = copy.deepcopy(faults)
-        self._gates = {rank: Gate(each) for rank, each in self._faults.reader_seconds.items()}
-        self._delays: dict[tuple[int, int, str], Iterator[float] | None] = {}
+        self.traffic = Traffic(
+            self._faults,
+            queue_nbytes,
+            clock,
+            on_break=self._break_in_passing,
+            on_kill=self._kill_in_passing,
+        )
         self.members: Sequence[SimulatedMesh] = ()
         self._lock = runtime.Lock()
         self._left: set[int] = set()
         self._killed: dict[int, Fallen] = {}
         self._broken: set[Link] = set()
         self._attendance = Attendance()
-        self._sent: Counter[int] = Counter()
-        self._carried: Counter[Link] = Counter()
-        self._begun: Counter[tuple[int, Operation]] = Counter()
         self._on_kill: list[Callable[[int], None]] = []
         self._roll = Roll(world_size)
         self._roll_lock = runtime.Lock()
@@ -138,21 +223,6 @@ class Network:
 
     # -- for members -------------------------------------------------------------------------------
 
-    def fails(self, rank: int, operation: Operation) -> bool:
-        """Whether the plan fails any operation of that kind."""
-        return (rank, operation) in self._faults.failures
-
-    def begin(self, rank: int, operation: Operation) -> None:
-        """Count an operation that a rank begins; raise if the plan fails it."""
-        if not self.fails(rank, operation):
-            return
-        with self._lock:
-            self._begun[rank, operation] += 1
-            number = self._begun[rank, operation]
-        error = self._faults.failures[rank, operation].get(number)
-        if error is not None:
-            raise error
-
     def verdict(self, rank: int, peer: int) -> tuple[RankwireError, int | None] | None:
         """Return why ``rank`` cannot reach ``peer`` (which may be itself); None if it can.
 
@@ -179,23 +249,6 @@ class Network:
         with self._lock:
             cut = {other for link in self._broken if rank in link for other in link}
             return (self._killed.keys() | self._left | cut) - {rank}
-
-    def connect(
-        self, src: int, dst: int, purpose: Purpose, service: int
-    ) -> tuple[MemoryStream, MemoryStream]:
-        """Return the ends of a new stream, of the rank that dials and of the other one.
-
-        What a rank is asked that was waited for is no traffic of the program's: no fault concerns
-        it, and it is not counted.
-        """
-        if purpose is Purpose.INQUIRY:
-            return memory_pair(self._queue_nbytes, self.clock, None, None)
-        if purpose is Purpose.MESSAGES:
-            there, back = "messages", "courtesies"
-        else:
-            there, back = f"requests {service}", f"replies {service}"
-        routes = self._route(src, dst, there), self._route(dst, src, back)
-        return memory_pair(self._queue_nbytes, self.clock, *routes)
 
     def report(self, rank: int, notice: Notice, patience: float) -> None:
         """Take what a rank reports about a collective, and tell the ranks that need to know."""
@@ -241,28 +294,6 @@ class Network:
             for thread in telling:
                 if thread is not runtime.current_thread():
                     self.clock.join(thread, _JOIN_LIMIT)
-
-    # -- what befalls messages ---------------------------------------------------------------------
-
-    def _route(self, src: int, dst: int, kind: str) -> Route | None:
-        delays, gate = self._faults.delays(src, dst, kind), self._gates.get(dst)
-        if delays is None and gate is None and not self._faults.counts_messages:
-            return None
-        with self._lock:  # a stream that is opened again goes on where the last one stopped
-            delays = self._delays.setdefault((src, dst, kind), delays)
-        return Route(self.clock.now, delays, gate, partial(self._count, src, dst))
-
-    def _count(self, src: int, dst: int) -> None:
-        link = link_between(src, dst)
-        with self._lock:
-            self._sent[src] += 1
-            self._carried[link] += 1
-            breaks = self._carried[link] == self._faults.break_after_messages.get(link)
-            kills = self._sent[src] == self._faults.kill_after_messages.get(src)
-        if breaks:
-            self._break_in_passing(link)
-        if kills:
-            self._kill_in_passing(src)
 
     # -- what befalls ranks and links --------------------------------------------------------------
 

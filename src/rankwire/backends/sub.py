@@ -30,10 +30,10 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
-from rankwire.mesh.calls import CallPort
+from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.events import OnJoined, OnLost, OnSuspected
 from rankwire.mesh.group_ranks import GroupRanks
-from rankwire.mesh.transport import NEW_GROUP
+from rankwire.mesh.mesh import NEW_GROUP
 from rankwire.override import override
 
 E = TypeVar("E", bound=RankwireError)
@@ -252,5 +252,5 @@ class SubBackend(Backend):
         for port in ports:
             port.close()
         # Receives are posted before they look whether the group is closed: none is missed.
-        self.mesh.abandon(self.group, ChannelClosedError("this group is closed"))
+        self.messages.abandon(self.group, ChannelClosedError("this group is closed"))
         self._ports, self._groups = [], []  # last: after an interrupt, the next close repeats it

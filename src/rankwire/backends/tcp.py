@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from rankwire.backends.arguments import check_world
@@ -10,17 +11,18 @@ from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
 from rankwire.finalizers import close_at_exit
-from rankwire.mesh.dialing import Transport
-from rankwire.mesh.lookout import Link
+from rankwire.mesh.connections import Link
 from rankwire.mesh.segments import DEFAULT_SEGMENT_NBYTES
+from rankwire.mesh.tcp_connections import Transport
 from rankwire.mesh.tcp_mesh import TcpMesh
-from rankwire.rendezvous.formation import OwnListeners
-from rankwire.rendezvous.secret import given_secret
+from rankwire.rendezvous.formation import Formation, OwnListeners
+from rankwire.rendezvous.secret import OwnKeys, given_secret
 from rankwire.transports.security import Integrity, Security, Tls, choose_policy
 from rankwire.transports.sockets import Socket
 from rankwire.transports.tcp_stream import ListeningPlace, TcpAddress
 from rankwire.wire.control_messages import DEFAULT_PATIENCE, SHORTEST_FAIL_AFTER, Patience
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES
+from rankwire.wire.handshake import job_id
 
 DEFAULT_JOIN_TIMEOUT = 300.0
 
@@ -127,12 +129,21 @@ class TcpBackend(Backend):
             listener=listener,
         )
         is_insecure = policy.mode == "insecure"
+        secret = given_secret(secret, loopback=where.is_loopback, insecure=is_insecure)
+        make_formation = partial(
+            Formation,
+            address=where,
+            keys=OwnKeys(rank, secret),
+            listeners=listeners,
+            job=job_id(job),
+            policy=policy,
+            patience=_check_patience(suspect_after, fail_after, clock),
+            has_coordinator=has_coordinator,
+        )
         mesh = self._MESH(
             rank,
             world_size,
-            where,
-            secret=given_secret(secret, loopback=where.is_loopback, insecure=is_insecure),
-            job=job,
+            make_formation,
             timeout=timeout,
             join_timeout=join_timeout,
             transport=transport,
@@ -140,10 +151,7 @@ class TcpBackend(Backend):
             max_message_nbytes=max_message_nbytes,
             single_copy=single_copy,
             segment_nbytes=segment_nbytes,
-            listeners=listeners,
-            patience=_check_patience(suspect_after, fail_after, clock),
-            has_coordinator=has_coordinator,
-            policy=policy,
+            ranks_return=has_coordinator,
             clock=clock,
         )
         super().__init__(mesh)
@@ -158,7 +166,7 @@ class TcpBackend(Backend):
         """Return how messages to a rank travel; connects if that has not happened yet."""
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
-            return self.mesh.link_to(self._check_peer(rank), deadline)
+            return self.mesh.connections.link_to(self._check_peer(rank), deadline)
         except RankwireError as error:
             raise self.failed(error, "link_to", deadline, rank) from error.__cause__
 

@@ -112,6 +112,7 @@ class Exchange(ABC):
     __slots__ = (
         "_backend",
         "_looks",
+        "_messages",
         "_next_look",
         "_world",
         "deadline",
@@ -126,6 +127,7 @@ class Exchange(ABC):
 
     def __init__(self, backend: Backend, rank: int, world: Sequence[int]) -> None:
         self._backend = backend
+        self._messages = backend.messages
         self._world = world  # the world rank of each rank
         self.rank = rank
         self.size = len(world)
@@ -174,7 +176,7 @@ class Exchange(ABC):
         limit = self.next_look() if nbytes <= _SMALL else self.deadline
         while True:
             try:
-                offer = self._backend.mesh.offer(
+                offer = self._messages.offer(
                     self._world[dst],
                     (self._backend.group, _CHANNEL, self.tag + step),
                     (buffers, nbytes),
@@ -191,11 +193,11 @@ class Exchange(ABC):
 
     def receive(self, src: int, step: int, nbytes: int | None = None) -> Payload:
         """Return what a rank sent in a step."""
-        mesh, envelope = self._backend.mesh, (self._backend.group, _CHANNEL, self.tag + step)
+        envelope = (self._backend.group, _CHANNEL, self.tag + step)
         patience = self.next_look()
         while True:
             try:
-                return mesh.receive(self._world[src], envelope, patience, nbytes=nbytes)
+                return self._messages.receive(self._world[src], envelope, patience, nbytes=nbytes)
             except DeadlineExceededError:
                 pass  # not the context of an error that the look may raise
             self._look_up(src)
@@ -213,13 +215,13 @@ class Exchange(ABC):
         ``sleeps_until`` sleeps until a deadline, and returns False then or if there is news.
         Returns its result, or False when it is time to look up.
         """
-        mesh, nap = self._backend.mesh, _FIRST_NAP
+        nap, lookout = _FIRST_NAP, self._backend.mesh.lookout
         while True:
             look = self.next_look()
-            patience = look.sooner(nap) if mesh.has_posted() else look
+            patience = look.sooner(nap) if lookout.has_posted() else look
             if sleeps_until(patience):
                 return True
-            mesh.read_others()
+            lookout.read()
             if look.expired or not patience.expired:
                 return False
             nap = min(2.0 * nap, LOOK_EVERY)
@@ -255,9 +257,7 @@ class Exchange(ABC):
         """
         envelope = (self._backend.group, _CHANNEL, self.tag + step)
         into = Destination(out.view(np.uint8).data)
-        expected = self._backend.mesh.expect(
-            self._world[src], envelope, nbytes=out.nbytes, into=into
-        )
+        expected = self._messages.expect(self._world[src], envelope, nbytes=out.nbytes, into=into)
         self.expected.append(expected)
         expected.post()
         return Arriving(src, expected, out)

@@ -86,7 +86,7 @@ class FailureReports:
                     del self._others_tags[min(self._others_tags)]
                 return
         for tag in tags:
-            self.backend.mesh.refuse((self.backend.group, Channel.COLLECTIVE, tag))
+            self.backend.messages.refuse((self.backend.group, Channel.COLLECTIVE, tag))
 
     def _tags_of(self, notice: Notice) -> set[int]:
         if notice.state in ("missing", "refused"):

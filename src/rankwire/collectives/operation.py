@@ -161,7 +161,7 @@ class Operation(Exchange):
         # A rank that knew of an earlier failure before this one did has sent under a later epoch.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *operations.tags_at(self._number)}:
-            backend.mesh.refuse((backend.group, Channel.COLLECTIVE, tag))
+            backend.messages.refuse((backend.group, Channel.COLLECTIVE, tag))
         if isinstance(error, RankwireError) and self.has_begun:
             backend.explained(error, self.description, self.deadline)
         elif isinstance(error, RankwireError):

@@ -22,7 +22,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from rankwire import runtime
-from rankwire.backends.base import Backend
+from rankwire.backends.base import Backend, Operations
 from rankwire.collectives.background import Background, Task
 from rankwire.collectives.failure_reports import FailureReports
 from rankwire.collectives.operation import Operation
@@ -37,7 +37,6 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.fork import renew_in_child
-from rankwire.mesh.transport import Operations
 from rankwire.observe.stacks import show_as
 from rankwire.wire.control_messages import MOST_BEFORE
 

@@ -1,13 +1,14 @@
-"""The call port of a mesh: requests and replies of one agent, on connections of its own.
+"""The call port: how requests and replies of one agent travel, on connections of its own.
 
-Outgoing calls are in ``outgoing_calls``. Incoming connections are those that other ranks' agents
-dialled; they are read only in ``poll``, by one thread at a time, through one poller. Replies of
-calls that no thread waits for (``rpc_async``) are read there too, on request (``attend``,
-``attend_to``): an outgoing connection is then armed in the same poller for one shot, so that a
-thread that reads it meanwhile is not disturbed again and again. Of a reply that is attended to,
-whoever leaves the connection arms it again (``Inbox.on_unread``).
+A port's *service* number is the same at all ranks, and ports of different services never meet.
+Outgoing: ``call`` sends a request and returns its ``Reply``, and the thread that wants it waits in
+that (and reads the connection itself); see ``outgoing_calls``. Incoming: connections that other
+ranks' agents dialled are read only in ``poll``, by one thread at a time, through one poller.
 
-Lock: ``_lock`` guards the poller and the incoming connections; nothing else is taken under it.
+The port does not know what is in a payload, functions or futures.
+
+Lock: ``_lock`` guards the poller and the tables of connections, also those of ``outgoing_calls``;
+nothing else is taken under it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwire import runtime
@@ -25,19 +25,8 @@ from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox, Reply
 from rankwire.links.send_handle import SendHandle, offer
-from rankwire.mesh.calls import (
-    OWN,
-    CallCancelled,
-    CallerGone,
-    CallPort,
-    IncomingCall,
-    PortEvent,
-    RepliesDue,
-    Serving,
-)
-from rankwire.mesh.group_ranks import GroupRanks
+from rankwire.mesh.calls import OWN, CallCancelled, CallerGone, IncomingCall, PortEvent, Serving
 from rankwire.mesh.outgoing_calls import EXPIRED, OutgoingCalls
-from rankwire.override import override
 from rankwire.wire.frames import Channel, Envelope, Message, whole_of
 from rankwire.wire.receive import Receive
 
@@ -53,42 +42,45 @@ _LONGEST_SLEEP = 86_400.0
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
 
 
-class MeshCallPort(CallPort):
-    """Requests and replies on the connections of a mesh. Safe from any thread but for ``poll``.
+class CallPort:
+    """Requests out and replies back; requests in and replies out.
+
+    Safe from any thread but for ``poll``.
 
     Args:
         mesh: Dials, and knows the peers.
         service: Which agent this is for.
+        own_rank: The number of this rank in the port's group; None if that is the world.
 
     Attributes:
+        presence: How the agent tells the others of its name what it does, and waits for them.
         serving: Returns the calls that are being served.
     """
 
-    def __init__(self, mesh: Mesh, service: int) -> None:
+    def __init__(self, mesh: Mesh, service: int, own_rank: int | None = None) -> None:
         self.service = service
         self.serving: Callable[[], list[Serving]] = list
         self.presence = mesh.presences.of(service)
         self._mesh = mesh
-        self._own_rank = mesh.rank
         self._lock = runtime.Lock()
         self._closed: ChannelClosedError | None = None
         self._ended: RankwireError | None = None
+        self._poller = mesh.connections.new_poller()
         self._calls = OutgoingCalls(
             mesh,
             service,
-            serve_own=self._serve_own,
-            forget=self._unattend,
-            on_unread=self._arm,
+            own_rank=mesh.rank if own_rank is None else own_rank,
+            tell=self._tell,
+            poller=self._poller,
+            lock=self._lock,
         )
         self._own_events: deque[PortEvent] = deque()
         self._incoming: dict[Connection, int] = {}  # with the ranks that dialled them
         self._holding: dict[Connection, None] = {}  # these have something to be flushed
         # Replies that callers have not taken yet.
         self._sending: dict[tuple[Connection, int], SendHandle] = {}
-        self._turns: dict[int, int] = {}
         self._is_polled = False
-        self._spin = mesh.new_spin()
-        self._poller = mesh.new_poller()
+        self._spin = mesh.connections.new_spin()
         guard(self)
 
     # -- outgoing ----------------------------------------------------------------------------------
@@ -103,7 +95,19 @@ class MeshCallPort(CallPort):
         hold: bool = False,
         limit: float = float("inf"),
     ) -> Reply | None:
-        """Send a request; return its pending reply, or None if there is no room for it."""
+        """Send a request; return its pending reply, or None if there is no room for it.
+
+        Args:
+            dst: The rank to call.
+            request_id: Unique for this port.
+            message: The payload; its buffers are free again on return.
+            deadline: For connecting and sending.
+            on_reply: Called once the reply, or the peer's failure, is known; in any thread, without
+                locks held.
+            hold: Whether it may be sent a moment later, together with others; waiting for it,
+                ``attend``, or the next call to that rank sends it.
+            limit: Calls to that rank that may be in flight.
+        """
         try:
             try:
                 return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
@@ -123,15 +127,15 @@ class MeshCallPort(CallPort):
             raise
 
     def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
-        """Tell the callee that the reply is not wanted: now, or as soon as that can be sent."""
-        if dst == self._mesh.rank:
-            self._own_events.append(CallCancelled(self._own_rank, request_id, expired))
-            self.wake()
-        elif not self._calls.cancel(dst, request_id, expired=expired):
+        """Tell the callee that the reply is not wanted: now, or as soon as that can be sent.
+
+        ``expired`` says that this is because the caller's time is up.
+        """
+        if not self._calls.cancel(dst, request_id, expired=expired):
             self.wake()  # whoever polls tries again
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
-        """Wait until fewer than ``limit`` calls are in flight; False if the time passes first."""
+        """Wait until fewer than ``limit`` calls to a rank are in flight; False at the deadline."""
         return self._calls.wait_for_room(dst, limit, deadline)
 
     def calls_to(self, dst: int) -> list[int]:
@@ -148,11 +152,12 @@ class MeshCallPort(CallPort):
         return sum(inbox.in_flight for inbox in self._calls.inboxes())
 
     def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
-        """Say how to learn which calls are being served."""
+        """Say how to learn which calls are being served; asked in any thread, without waiting."""
         self.serving = serving
 
-    def _serve_own(self, request_id: int, payload: bytearray) -> None:
-        self._own_events.append(IncomingCall(self._own_rank, request_id, payload, OWN))
+    def _tell(self, event: PortEvent) -> None:
+        """Have ``poll`` return an event that does not come over a connection."""
+        self._own_events.append(event)
         self.wake()
 
     # -- incoming ----------------------------------------------------------------------------------
@@ -167,7 +172,13 @@ class MeshCallPort(CallPort):
         self._calls.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
 
     def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
-        """Return what other ranks ask, or nothing at the deadline or after ``wake``."""
+        """Return what other ranks ask, or nothing at the deadline or after ``wake``.
+
+        One thread at a time. Without a deadline it waits for as long as that takes.
+
+        Raises:
+            ChannelClosedError: The backend is closed; there is nothing more to wait for.
+        """
         if self._holding or self._calls.unsent_cancels:
             self.flush()
         # In this order, and in ``close`` the other way round: one of the two sees the other.
@@ -176,14 +187,17 @@ class MeshCallPort(CallPort):
             if self._ended is not None:
                 raise self._ended.copy()
             if self._own_events:
-                return self._take_own()
+                return [self._own_events.popleft() for _ in range(len(self._own_events))]
             patience = _LONGEST_SLEEP if deadline is None else deadline.sleep_limit()
             if self._calls.unsent_cancels:
                 patience = min(patience, _CANCEL_AGAIN)
             ready = self._poller.poll(patience, self._spin)
             if isinstance(ready, Connection):
                 return self._read(ready)
-            return [] if ready is None else self._read_replies(ready)
+            if ready is None:
+                return []
+            assert isinstance(ready, Inbox)
+            return self._calls.unread.read(ready)
         except ValueError as error:
             if self._closed is None:
                 raise
@@ -191,12 +205,7 @@ class MeshCallPort(CallPort):
         finally:
             self._is_polled = False
 
-    def _take_own(self) -> list[PortEvent]:
-        """Return what this rank asks of itself."""
-        return [self._own_events.popleft() for _ in range(len(self._own_events))]
-
     def _read(self, connection: Connection) -> list[PortEvent]:
-        """Read what a caller sends."""
         src = self._incoming[connection]
         try:
             frames = connection.receive_ready()
@@ -220,16 +229,6 @@ class MeshCallPort(CallPort):
                 events.append(CallCancelled(src, tag, expired))
         return events
 
-    def _read_replies(self, ready: object) -> list[PortEvent]:
-        """Read replies that no thread waits for."""
-        assert isinstance(ready, Inbox)
-        with self._lock:  # before it reads: who attends to a reply after that arms it again
-            ready.is_armed = False
-        ready.read_quietly()
-        if ready.in_flight and not ready.is_read:
-            self._arm(ready)
-        return [RepliesDue(ready.call_back_due)] if ready.due else []
-
     def _rank_of(self, connection: Connection) -> int:
         return connection.peer
 
@@ -238,14 +237,22 @@ class MeshCallPort(CallPort):
             if connection in self._incoming:
                 del self._incoming[connection]
                 self._poller.unregister(connection.stream)
-        self._mesh.release(connection)
+        self._mesh.connections.release(connection)
 
     # -- replies -----------------------------------------------------------------------------------
 
     def reply(
         self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
-        """Answer a request."""
+        """Answer a request.
+
+        Args:
+            call: The request.
+            message: The payload; its buffers are free again on return.
+            deadline: For sending.
+            hold: Whether it may be sent a moment later, together with others; ``flush`` or the next
+                ``poll`` sends it.
+        """
         connection = call.origin
         if connection is OWN:
             self._calls.answer_own(call.request_id, message)
@@ -284,7 +291,10 @@ class MeshCallPort(CallPort):
             del self._sending[connection, call.request_id]
 
     def drop_reply(self, call: IncomingCall) -> None:
-        """Note that the caller does not want the reply; one that it is just reading is revoked."""
+        """Note that the caller does not want the reply; one that it is just reading is revoked.
+
+        Safe also while another thread is in ``reply`` for the same call.
+        """
         call.is_wanted = False
         handle = self._sending.get((call.origin, call.request_id))
         if handle is not None:
@@ -306,60 +316,26 @@ class MeshCallPort(CallPort):
     # -- replies that no thread waits for ----------------------------------------------------------
 
     def attend(self, *, patiently: bool = False) -> bool:
-        """Have replies that no thread waits for looked after by whoever is in ``poll``."""
-        outstanding = bool(self._holding)
-        if outstanding:
+        """Have replies that no thread waits for looked after by whoever is in ``poll``.
+
+        Args:
+            patiently: Leave those of a rank alone whose replies were read by somebody since the
+                last look.
+
+        Returns:
+            Whether any call is in flight, or something is held back.
+        """
+        is_holding = bool(self._holding)
+        if is_holding:
             self.flush()
-        for inbox in self._calls.inboxes():
-            if inbox.was_interrupted or inbox.due:
-                self._read_what_is_left(inbox)
-            if not inbox.in_flight:
-                continue
-            outstanding = True
-            seen, self._turns[inbox.peer] = self._turns.get(inbox.peer), inbox.turns
-            if patiently and seen != inbox.turns:
-                continue
-            inbox.send_held(AT_ONCE)
-            if not inbox.is_read:
-                if inbox.connection is not None and inbox.connection.stream.before_sleep():
-                    self._read_what_is_left(inbox)
-                self._arm(inbox)
-        return outstanding
+        return self._calls.unread.attend(patiently=patiently) or is_holding
 
     def attend_to(self, dst: int, reply: Reply) -> None:
-        """Have a reply that no thread waits for read as soon as it comes."""
-        inbox = self._calls.inbox_of(dst)
-        if inbox is None or inbox.connection is None:
-            return  # a call to oneself needs no reader
-        inbox.attend_to(reply)
-        inbox.send_held(AT_ONCE)
-        if inbox.is_read:
-            return  # whoever reads sees that it is attended to, and arms the poller in leaving
-        if inbox.connection.stream.before_sleep():
-            self._read_what_is_left(inbox)
-        self._arm(inbox)
+        """Have a reply of ``dst`` that no thread waits for read as soon as it comes.
 
-    def _read_what_is_left(self, inbox: Inbox) -> None:
-        """Read what the poller cannot see: taken by an interrupted thread, or in a ring."""
-        inbox.read_quietly()
-        if inbox.due:
-            self._own_events.append(RepliesDue(inbox.call_back_due))
-            self.wake()
-
-    def _arm(self, inbox: Inbox) -> None:
-        if inbox.is_armed:
-            return
-        with self._lock:
-            if self._closed is None and self._calls.inbox_of(inbox.peer) is inbox:
-                assert inbox.connection is not None
-                self._poller.arm(inbox.connection.stream, inbox)
-                inbox.is_armed = True  # last: an interrupt must not leave it unarmed for ever
-
-    def _unattend(self, inbox: Inbox) -> None:
-        assert inbox.connection is not None
-        with self._lock:
-            if self._closed is None:
-                self._poller.unregister(inbox.connection.stream)
+        That is done by whoever reads its connection then, or is in ``poll``.
+        """
+        self._calls.unread.attend_to(dst, reply)
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -381,14 +357,17 @@ class MeshCallPort(CallPort):
     def close_in_child(self) -> None:
         """Close what a forked child shares with its parent; nothing is unregistered there."""
         self._ended = ForkedProcessError("this agent")
-        self._lock = runtime.Lock()
-        self._calls.close_in_child()
         if self._closed is None:
             self._closed = ChannelClosedError(self._ended.message)
             self._poller.close()
+        self._calls.close_in_child(self._closed)
+        self._lock = self._calls.lock
 
     def close(self) -> None:
-        """Say farewell to all and end every wait; when the backend closes, that tells them."""
+        """Say farewell to all and end every wait, also in ``poll``. Idempotent.
+
+        When the backend closes, that tells the others.
+        """
         cause = ChannelClosedError("this agent is closed")
         with self._lock:
             if self._closed is not None:
@@ -412,83 +391,3 @@ class MeshCallPort(CallPort):
         for connection in incoming:
             self._calls.dismiss(connection, patience)
         self._calls.say_farewell(outgoing, cause, patience)
-
-
-class GroupCallPort(MeshCallPort):
-    """A port that numbers ranks as a group does."""
-
-    def __init__(self, mesh: Mesh, service: int, ranks: GroupRanks) -> None:
-        super().__init__(mesh, service)
-        self._ranks = ranks
-        self._own_rank = ranks.own
-
-    @override
-    def call(
-        self,
-        dst: int,
-        request_id: int,
-        message: Message,
-        deadline: Deadline,
-        on_reply: Callable[[Receive], None] | None = None,
-        hold: bool = False,
-        limit: float = float("inf"),
-    ) -> Reply | None:
-        ranks = self._ranks
-        ranks.check_member(dst)
-        rank = ranks.world[dst]
-        try:
-            reply = super().call(rank, request_id, message, deadline, on_reply, hold, limit)
-        except RankwireError as error:
-            raise ranks.adopted(dst, error) from error.__cause__
-        if reply is not None:
-            reply.translate = partial(ranks.adopted, dst)
-        return reply
-
-    @override
-    def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
-        super().cancel(self._ranks.world[dst], request_id, expired=expired)
-
-    @override
-    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
-        try:
-            self._ranks.check_member(dst)
-            return super().wait_for_room(self._ranks.world[dst], limit, deadline)
-        except RankwireError as error:
-            raise self._ranks.adopted(dst, error) from error.__cause__
-
-    @override
-    def calls_to(self, dst: int) -> list[int]:
-        return super().calls_to(self._ranks.world[dst])
-
-    @override
-    def attend_to(self, dst: int, reply: Reply) -> None:
-        super().attend_to(self._ranks.world[dst], reply)
-
-    @override
-    def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
-        try:
-            self._ranks.check_member(None)
-            return super().poll(deadline)
-        except RankwireError as error:
-            raise self._ranks.adopted(self._own_rank, error) from error.__cause__
-
-    @override
-    def reply(
-        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
-    ) -> None:
-        try:
-            self._ranks.check_member(call.src)
-            super().reply(call, message, deadline, hold)
-        except RankwireError as error:
-            raise self._ranks.adopted(call.src, error) from error.__cause__
-
-    @override
-    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
-        world = self._ranks.world
-        super().tell_serving(lambda: [call._replace(src=world[call.src]) for call in serving()])
-
-    @override
-    def _rank_of(self, connection: Connection) -> int:
-        rank = self._ranks.find(connection.peer)
-        assert rank is not None  # only members know the service number
-        return rank

@@ -1,8 +1,7 @@
 """Events: telling the user's callbacks that a peer is lost, silent, or back.
 
 Callbacks run one at a time, in order, on a thread of their own that exists only while there is
-something to tell: the thread that notices a loss must not wait for a callback. This module knows
-nothing of how a loss is noticed.
+something to tell: the thread that notices a loss must not wait for a callback.
 
 Lock: ``_lock`` guards the lists; it is a leaf, callbacks run without it.
 """
@@ -40,8 +39,7 @@ class PeerEvents:
     @property
     def lost_ranks(self) -> list[int]:
         """The ranks that are lost and not back."""
-        losses = self._losses
-        return [loss.peer for loss in losses if loss.peer is not None] if losses else []
+        return [loss.peer for loss in self._losses if loss.peer is not None]
 
     def on_lost(self, callback: OnLost) -> Callable[[], None]:
         """Add a callback, and tell it of the losses so far; return what removes it."""

@@ -1,11 +1,23 @@
-"""The ranks of a group and the world ranks that they are: how numbers and errors are translated."""
+"""The ranks of a group: how numbers and errors are translated, also at a call port."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
+from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
+from rankwire.links.connection import Connection
+from rankwire.links.inbox import Reply
+from rankwire.mesh.call_port import CallPort
+from rankwire.mesh.calls import IncomingCall, PortEvent, Serving
+from rankwire.override import override
+from rankwire.wire.frames import Message
+from rankwire.wire.receive import Receive
+
+if TYPE_CHECKING:
+    from rankwire.mesh.mesh import Mesh
 
 E = TypeVar("E", bound=RankwireError)
 
@@ -13,21 +25,18 @@ E = TypeVar("E", bound=RankwireError)
 class GroupRanks:
     """The members of a group by world rank; the index is the rank in the group.
 
-    Args:
+    Attributes:
         world: The world ranks of the members.
         own: The rank of this process in the group.
-        check: Raises if the group is closed, or if a rank of the group was restarted since.
-
-    Attributes:
-        world: The same.
-        own: The same.
-        check_member: The same as ``check``.
+        check_member: Raises if the group is closed, or if a rank of it was restarted since.
     """
 
-    def __init__(self, world: Sequence[int], own: int, check: Callable[[int | None], None]) -> None:
+    def __init__(
+        self, world: Sequence[int], own: int, check_member: Callable[[int | None], None]
+    ) -> None:
         self.world = list(world)
         self.own = own
-        self.check_member = check
+        self.check_member = check_member
         self._rank_of = {rank: index for index, rank in enumerate(self.world)}
 
     def find(self, world_rank: int | None) -> int | None:
@@ -62,3 +71,82 @@ class GroupRanks:
             note = f"rank {rank} of the group {self.world} is rank {self.world[rank]} of the world"
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
+
+
+class GroupCallPort(CallPort):
+    """A port that numbers ranks as a group does."""
+
+    def __init__(self, mesh: Mesh, service: int, ranks: GroupRanks) -> None:
+        super().__init__(mesh, service, own_rank=ranks.own)
+        self._ranks = ranks
+
+    @override
+    def call(
+        self,
+        dst: int,
+        request_id: int,
+        message: Message,
+        deadline: Deadline,
+        on_reply: Callable[[Receive], None] | None = None,
+        hold: bool = False,
+        limit: float = float("inf"),
+    ) -> Reply | None:
+        ranks = self._ranks
+        ranks.check_member(dst)
+        rank = ranks.world[dst]
+        try:
+            reply = super().call(rank, request_id, message, deadline, on_reply, hold, limit)
+        except RankwireError as error:
+            raise ranks.adopted(dst, error) from error.__cause__
+        if reply is not None:
+            reply.translate = partial(ranks.adopted, dst)
+        return reply
+
+    @override
+    def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
+        super().cancel(self._ranks.world[dst], request_id, expired=expired)
+
+    @override
+    def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
+        try:
+            self._ranks.check_member(dst)
+            return super().wait_for_room(self._ranks.world[dst], limit, deadline)
+        except RankwireError as error:
+            raise self._ranks.adopted(dst, error) from error.__cause__
+
+    @override
+    def calls_to(self, dst: int) -> list[int]:
+        return super().calls_to(self._ranks.world[dst])
+
+    @override
+    def attend_to(self, dst: int, reply: Reply) -> None:
+        super().attend_to(self._ranks.world[dst], reply)
+
+    @override
+    def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
+        try:
+            self._ranks.check_member(None)
+            return super().poll(deadline)
+        except RankwireError as error:
+            raise self._ranks.adopted(self._ranks.own, error) from error.__cause__
+
+    @override
+    def reply(
+        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
+    ) -> None:
+        try:
+            self._ranks.check_member(call.src)
+            super().reply(call, message, deadline, hold)
+        except RankwireError as error:
+            raise self._ranks.adopted(call.src, error) from error.__cause__
+
+    @override
+    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
+        world = self._ranks.world
+        super().tell_serving(lambda: [call._replace(src=world[call.src]) for call in serving()])
+
+    @override
+    def _rank_of(self, connection: Connection) -> int:
+        rank = self._ranks.find(connection.peer)
+        assert rank is not None  # only members know the service number
+        return rank

@@ -129,7 +129,7 @@ def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:
     if peer.failure is not None:
         return None
     try:
-        stream, seals = mesh.open_stream(peer, Purpose.INQUIRY, 0, deadline)
+        stream, seals = mesh.connections.open_stream(peer, Purpose.INQUIRY, 0, deadline)
         connection = _connection(mesh, rank, stream, seals)
         try:
             while not (frames := connection.read(deadline)):

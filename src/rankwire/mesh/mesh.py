@@ -1,8 +1,8 @@
-"""Mesh: all connections of a rank to its peers.
+"""Mesh: how one rank of a world reaches the others.
 
-Any two ranks talk directly. The rank that sends or calls first dials, in the calling thread: one
-connection for messages (one way) and one for each agent's calls (requests out, replies back).
-Subclasses open streams and learn which ranks are gone (``tcp_mesh``, ``simulated_mesh``).
+It knows world ranks and the ids of groups; users see ``Backend``, which checks arguments, and
+translates ranks and errors. Subclasses say how a stream to a peer is opened and learn which ranks
+are gone (``tcp_mesh``, ``simulated_mesh``).
 
 Locks, in order: ``_close_lock``, a peer's ``dial_lock``, then those inside ports, peers, inboxes
 and connections. ``docs/thread-model.md`` has the whole table.
@@ -10,77 +10,83 @@ and connections. ``docs/thread-model.md`` has the whole table.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rankwire import runtime
 from rankwire.clock import Clock
-from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.environment import report_unknown
-from rankwire.errors import (
-    ChannelClosedError,
-    PeerLostError,
-    RankwireError,
-)
+from rankwire.deadline import Deadline
+from rankwire.environment import default_timeout, report_unknown
+from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.fork import guard, invalidate
-from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.links.receive_handle import FirstReceive, PeerReceive, ReceiveHandle
-from rankwire.links.send_handle import SendHandle, offer, post
-from rankwire.mesh.call_port import GroupCallPort, MeshCallPort
+from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.calls import Serving
-from rankwire.mesh.group_ranks import GroupRanks
+from rankwire.mesh.connections import Connections, Ports
+from rankwire.mesh.events import PeerEvents
+from rankwire.mesh.group_ranks import GroupCallPort, GroupRanks
 from rankwire.mesh.inquiries import answer, describe, inquire
-from rankwire.mesh.lookout import Link, Lookout
-from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer, dial_alone
-from rankwire.mesh.ports import Ports
+from rankwire.mesh.message_port import Lookout, MessagePort
+from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.mesh.presence import Presences
-from rankwire.mesh.transport import NEW_GROUP, Transport
+from rankwire.mesh.roll_client import RollClient
+from rankwire.mesh.segments import Segments
 from rankwire.observe.blame import Losses, describe_failure
 from rankwire.observe.stacks import methods_entered, places
 from rankwire.observe.status import PeerStatus
-from rankwire.override import override
-from rankwire.transports.poller import Poller, PollWaiter, Waiter
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.shared_segment import SharedSegment
-from rankwire.transports.spin import Spin
 from rankwire.wire.control_messages import AgentSays, Fallen
-from rankwire.wire.frames import Channel, Envelope, Message, Payload
+from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
-from rankwire.wire.receive import Destination, Receive
 from rankwire.wire.seals import Seals
 
-if TYPE_CHECKING:
-    from rankwire.transports.byte_stream import ByteStream
+# What to do about a group with a rank that was restarted since the group was made.
+NEW_GROUP = "for collectives, all ranks make a new group: SubBackend(backend, ranks)"
 
 _FAREWELL_PATIENCE = 0.2
-_LOOK_EVERY = 0.05  # seconds between two reads of a thread that waits for an event
 _RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # a thread that waits is in one of these
 
 
-class Mesh(Transport):
-    """A rank that is connected to its peers by streams.
+class Mesh(ABC):
+    """A rank that is connected to its peers. Every method is safe from any thread.
 
     Args:
-        rank: This rank.
+        rank: This process's index, from 0.
         world_size: The number of ranks.
-        timeout: As for ``Transport``, like the next ones.
+        timeout: Seconds for operations without a timeout; None is ``RANKWIRE_TIMEOUT``, or else 60.
         max_message_nbytes: Largest message sent or accepted.
         clock: The clock of the world.
         peers: The other ranks, by rank; may be filled later.
-        single_copy: Whether memory of ranks on this host may be read.
+        segments: Makes memory that ranks of one host share; None if ranks of this kind share none.
 
     Attributes:
         peers: The other ranks, by rank. A restarted rank is another peer.
+        connections: Connects to them; set by the subclass, before there are peers.
+        messages: Sends to them, and receives from them.
         ports: The call ports of this rank.
         presences: What agents of this rank tell the others.
         lookout: Reads all connections, for a thread that has waited for a while.
+        incarnation: How many times a launcher restarted this rank alone.
+        joins: How many times another rank was restarted, since this one is in the world.
+        broken: Why the world has no collectives any more: a rank was restarted since it formed.
+        security: How connections are protected; see ``Backend``.
+        ranks_return: Whether a lost rank may be restarted, and come back.
+        events: Calls back when a peer is lost, silent or back.
+        roll: Reports collectives to the coordinator.
+        shares_memory: Whether ranks of one host may share memory; alike on all of them.
+        hosts: One item for each rank; the items of ranks on one host are equal.
     """
 
-    spin = 0.0  # seconds that a waiting thread polls before it sleeps
-    shares_cores = False  # whether there are more ranks on this host than cores
+    incarnation: int = 0
+    joins: int = 0
+    broken: RankwireError | None = None
+    security: str = "local"
+    ranks_return: bool = False
+    closed: bool = False
+    shares_memory = False
+    connections: Connections
 
     def __init__(
         self,
@@ -90,52 +96,35 @@ class Mesh(Transport):
         timeout: float | None,
         max_message_nbytes: int,
         clock: Clock,
-        peers: dict[int, Peer],
-        single_copy: bool = True,
+        peers: dict[int, Peer] | None = None,
+        segments: Segments | None = None,
     ) -> None:
-        super().__init__(
-            rank, world_size, timeout=timeout, max_message_nbytes=max_message_nbytes, clock=clock
-        )
+        self.rank = rank
+        self.world_size = world_size
+        self.clock = clock
+        self.timeout = Deadline(default_timeout() if timeout is None else timeout, clock).limit
+        self.max_message_nbytes = max_message_nbytes
         if rank == 0:
             report_unknown()
-        self._single_copy = single_copy
-        self._close_lock = runtime.RLock()  # a callback of closing may close
+        self.events = PeerEvents()
+        self.roll = RollClient()
+        self.hosts: list[object] = [None] * world_size
+        self.segments = segments or Segments(0, clock, "ranks of this kind share nothing")
+        self.peers: dict[int, Peer] = {} if peers is None else peers
         self.ports = Ports()
-        self.presences = Presences(self.tell_agent, self._await_event)
-        self.peers = peers
+        self.lookout = Lookout(clock)
+        self.messages = MessagePort(self)
+        self.presences = Presences(self.tell_agent, self.lookout.await_event)
+        self._close_lock = runtime.RLock()  # a callback of closing may close
         self._losses = Losses()
         self._asking: dict[object, int] = {}  # the ranks that threads ask why they waited in vain
-        self.lookout = Lookout(self.clock)
-        self._looking: Spin | None = None  # of receives from any rank
         guard(self, invalidate)
 
     # -- what differs ----------------------------------------------------------------------------
 
-    @abstractmethod
-    def open_stream(
-        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[runtime.Socket | ByteStream, Seals | None]:
-        """Return a stream to a peer that has let it in, and what its frames are sealed with.
-
-        Raises:
-            PeerLostError: The peer has gone.
-            ChannelClosedError: It has left, or this backend is closed.
-            DeadlineExceededError: No answer in time.
-        """
-
-    @abstractmethod
-    def new_poller(self) -> Poller:
-        """Return what a port waits with for calls."""
-
-    @abstractmethod
-    def flush_when_possible(self, connection: Connection) -> None:
-        """Have what a connection holds back sent as soon as its peer takes more. From any thread.
-
-        The connection's send lock is held.
-        """
-
     def tell_leaving(self) -> None:
         """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
+        return
 
     @abstractmethod
     def tell_agent(self, says: AgentSays) -> bool:
@@ -149,118 +138,26 @@ class Mesh(Transport):
     def depart(self) -> None:
         """Leave, when all connections are closed. If a fall was told, that stands."""
 
-    # -- messages --------------------------------------------------------------------------------
+    def opening_collective(self) -> None:
+        """Note that this rank begins a collective; an exception fails it on all ranks."""
+        return
 
-    @override
-    def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
-        peer = self.peers[dst]
-        connection = peer.messages or self._dial_messages(peer, deadline)
-        connection.send(envelope, message, deadline, meanwhile=self.lookout)
-
-    @override
-    def offer(
-        self,
-        dst: int,
-        envelope: Envelope,
-        message: Message,
-        deadline: Deadline,
-        *,
-        check: Callable[[], None] | None = None,
-    ) -> SendHandle | None:
-        peer = self.peers[dst]
-        connection = peer.messages or self._dial_messages(peer, deadline)
-        return offer(
-            connection,
-            envelope,
-            message,
-            deadline,
-            self.lookout,
-            while_sending=None if check is None else self.lookout.checking(check),
-        )
-
-    @override
-    def begin(
-        self, dst: int, envelope: Envelope, message: Message, deadline: Deadline
-    ) -> SendHandle | None:
-        peer = self.peers[dst]
-        connection = peer.messages or self._dial_messages(peer, deadline)
-        return post(connection, envelope, message, self.lookout)
-
-    @override
-    def receive(
-        self, src: int, envelope: Envelope, deadline: Deadline, *, nbytes: int | None = None
-    ) -> Payload:
-        return self.peers[src].inbox.take(Receive(envelope, nbytes=nbytes), deadline)
-
-    @override
-    def expect(
-        self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
-    ) -> ReceiveHandle:
-        return PeerReceive(self.peers[src].inbox, envelope, nbytes, into)
-
-    @override
-    def expect_any(
-        self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
-    ) -> ReceiveHandle:
-        inboxes = [self.peers[src].inbox for src in sources]
-        return FirstReceive(
-            inboxes, envelope, nbytes, self.new_waiter, self._successor_of, self.lookout
-        )
-
-    def _successor_of(self, inbox: Inbox) -> Inbox:
-        """Return the inbox of the rank that another one was of: the same unless it is back."""
-        return self.peers[inbox.peer].inbox
-
-    def new_waiter(self) -> Waiter:
-        """Return what a thread sleeps by that waits for several streams."""
-        if self._looking is None:
-            self._looking = self.new_spin()
-        return PollWaiter(self._looking)
-
-    def new_spin(self) -> Spin:
-        """Return how a thread looks before it sleeps."""
-        return Spin(self.spin, self.clock, yields=self.shares_cores)
-
-    @override
-    def has_arrived(self, src: int, envelope: Envelope) -> bool:
-        return self.peers[src].inbox.has_arrived(envelope)
-
-    @override
-    def has_posted(self) -> bool:
-        return self.lookout.has_posted()
-
-    @override
-    def read_others(self) -> None:
-        self.lookout.read()
-
-    def _await_event(self, event: runtime.Event) -> None:
-        """Wait for an event that the acceptor sets; meanwhile, what was posted moves on."""
-        while not self.clock.wait(event, _LOOK_EVERY):
-            self.read_others()
-
-    @override
-    def abandon(self, group: int, cause: RankwireError) -> None:
-        for peer in list(self.peers.values()):
-            peer.inbox.abandon(group, cause)
-
-    @override
-    def refuse(self, envelope: Envelope) -> None:
-        for peer in list(self.peers.values()):
-            peer.inbox.refuse(envelope)
-
-    def _dial_messages(self, peer: Peer, deadline: Deadline) -> Connection:
-        def dial() -> Connection:
-            if peer.messages is not None:
-                return peer.messages
-            return self.dial(peer, Purpose.MESSAGES, 0, deadline, peer.send_on)
-
-        return dial_alone(peer.dial_lock, peer.member.rank, deadline, dial)
+    def silences(self) -> dict[int, float]:
+        """Return the ranks that missed a heartbeat, with the seconds of their silence."""
+        return {}
 
     # -- calls -----------------------------------------------------------------------------------
 
-    @override
-    def open_calls(self, service: int, ranks: GroupRanks | None = None) -> MeshCallPort:
-        port = self.new_port(service, ranks)
+    def open_calls(self, service: int, ranks: GroupRanks | None = None) -> CallPort:
+        """Return the port by which an agent calls and is called.
+
+        There is one port for a service number and rank at a time.
+
+        Args:
+            service: Identifies the agent.
+            ranks: The ranks of the group that the port numbers ranks by; None for the world.
+        """
+        port = CallPort(self, service) if ranks is None else GroupCallPort(self, service, ranks)
         try:
             waiting = self.ports.open(port)
         except RankwireError:
@@ -270,119 +167,19 @@ class Mesh(Transport):
             port.adopt(connection)
         return port
 
-    def new_port(self, service: int, ranks: GroupRanks | None) -> MeshCallPort:
-        """Return a port that is not open yet."""
-        if ranks is None:
-            return MeshCallPort(self, service)
-        return GroupCallPort(self, service, ranks)
-
     def on_agent_answer(self, number: int) -> None:
         """Pass the answer to an agent of this rank on."""
         self.presences.answered(number)
 
     # -- connections -----------------------------------------------------------------------------
 
-    def dial(
-        self,
-        peer: Peer,
-        purpose: Purpose,
-        service: int,
-        deadline: Deadline,
-        keep: Callable[[Connection], None],
-    ) -> Connection:
-        """Open a connection of our own to a peer.
-
-        Args:
-            peer: To whom.
-            purpose: What the connection is for.
-            service: Which agent it is for.
-            deadline: For all of it.
-            keep: Called with the connection once the peer takes an end of it for a death, also if
-                the caller is interrupted at that moment; perhaps twice.
-
-        Raises:
-            PeerLostError: The peer has gone.
-            ChannelClosedError: It has left, or this backend is closed.
-            DeadlineExceededError: No answer in time.
-        """
-        stream, seals = self.open_stream(peer, purpose, service, deadline)
-        try:
-            connection = self._wrap(peer, stream, seals)
-        except BaseException:
-            stream.close()
-            raise
-        is_kept = False
-        try:
-            peer.add(connection)
-            connection.await_introduction(deadline, peer.check)
-            if connection.failure is not None:  # the peer went, or this backend, at this moment
-                peer.check()
-                raise connection.failure.copy()
-            # From now on the peer takes an end for a death. On a connection for messages nothing
-            # but a farewell comes back.
-            connection.introduce(is_read=purpose is Purpose.CALLS)
-            is_kept = True
-            keep(connection)
-            return connection
-        except BaseException:
-            if (connection.outbox.frames_sent or is_kept) and connection.failure is None:
-                keep(connection)
-            else:
-                self.release(connection)
-            raise
-
-    def link_to(self, rank: int, deadline: Deadline) -> Link:
-        """Return how messages to a rank travel; connects if that has not happened yet."""
-        peer = self.peers[rank]
-        connection = peer.messages or self._dial_messages(peer, deadline)
-        can_lend, is_local = bool(connection.can_lend), connection.transport == "unix"
-        shares = is_local and not self.why_nothing_shared()
-        incarnation = peer.member.incarnation
-        return Link(connection.transport, can_lend, connection.why_not_lend, shares, incarnation)
-
-    def why_nothing_shared(self) -> str:
-        """Return why collectives do not use shared memory; empty if they can, from here."""
-        if self.segments is None:
-            return "ranks of this kind share nothing"
-        return self.segments.why_not()
-
-    @override
     def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
+        """Open the segment that another rank offers, as ``rank`` of ``size``; None without one."""
         connection = self.peers[src].inbox.connection
-        if self.segments is None or connection is None:
-            return None
-        with suppress(OSError):  # closed meanwhile
-            return self.segments.open(connection.stream.peer_pid(), offer, rank, size)
+        if connection is not None:
+            with suppress(OSError):  # closed meanwhile
+                return self.segments.open(connection.stream.peer_pid(), offer, rank, size)
         return None
-
-    def _wrap(
-        self,
-        peer: Peer,
-        stream: runtime.Socket | ByteStream,
-        seals: Seals | None,
-        *,
-        incoming: bool = False,
-    ) -> Connection:
-        return Connection(
-            stream,
-            peer=peer.member.rank,
-            max_nbytes=self.max_message_nbytes,
-            clock=self.clock,
-            spin=self.new_spin(),
-            on_lost=peer.fail,
-            on_left=peer.explain_farewell,
-            on_rest=self.flush_when_possible,
-            incoming=incoming,
-            single_copy=self._single_copy,
-            seals=seals,
-        )
-
-    def release(self, connection: Connection) -> None:
-        """Close a connection, if that has not happened yet, and forget it."""
-        connection.close()
-        self.peers[connection.peer].remove(connection)
-
-    # -- connections that peers open ---------------------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Judge an authenticated peer that opens a connection."""
@@ -402,54 +199,33 @@ class Mesh(Transport):
             return Status.CLOSED, 0
         return Status.WELCOME, 0
 
-    def enter(self, hello: Hello, stream: runtime.Socket | ByteStream, seals: Seals | None) -> None:
+    def enter(self, hello: Hello, stream: ByteStream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
         if hello.purpose is Purpose.INQUIRY:
             waits = hello.rank in self.blocked_on()
             text = describe(self.places(), self._serving(), waits)
             answer(self, hello.rank, stream, seals, text)
             return
-        peer = self.peers[hello.rank]
-        connection = self._wrap(peer, stream, seals, incoming=True)
-        peer.add(connection, incoming=True)
-        with suppress(RankwireError):  # the connection has failed, then
-            connection.introduce()
-        if connection.failure is not None:
-            self.release(connection)
-            return
-        if hello.purpose is Purpose.MESSAGES:
-            if peer.inbox.attach(connection):
-                self.lookout.add(peer.inbox)
-            else:
-                self.release(connection)
-            return
-        port, surplus = self.ports.find(hello.service, connection)
-        if port is not None:
-            port.adopt(connection)
-        elif surplus is not None:
-            if surplus is connection:  # the service has closed since it was let in
-                connection.farewell(AT_ONCE)
-            self.release(surplus)
+        self.connections.accept(hello, stream, seals)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
-    @override
     def failure_of(self, rank: int) -> RankwireError | None:
+        """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
         return self.peers[rank].failure
 
-    @override
     def lost_ranks(self) -> list[int]:
+        """Return the ranks that are lost. Those that have left may be among them."""
         return self.events.lost_ranks
 
-    @override
     def incarnation_of(self, rank: int) -> int:
+        """Return how many times a rank was restarted alone."""
         return self.peers[rank].member.incarnation if rank != self.rank else self.incarnation
 
     def _replace(self, peer: Peer) -> None:
         """Put a process that was started anew in the place of the one before it.
 
-        All that waited for the old one has ended. Nothing of it is taken for the new one's: that
-        has connections, an inbox and a failure of its own.
+        All that waited for the old one has ended.
         """
         rank, incarnation = peer.member.rank, peer.member.incarnation
         old, self.peers[rank] = self.peers[rank], peer
@@ -465,15 +241,15 @@ class Mesh(Transport):
         self.joins += 1
         self.events.joined(rank, incarnation)
 
-    @override
     def status_of(self, rank: int) -> PeerStatus:
+        """Return what is known about a peer."""
         calls = sum(len(port.calls_to_world_rank(rank)) for port in self.ports.all())
         calls_of = [call for call in self._serving() if call.src == rank]
         serving = tuple(call.name for call in calls_of if not call.workers)
         return replace(self.peers[rank].status(), in_flight=calls, serving=serving)
 
-    @override
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
+        """Ask a rank what it is doing; return None if no rank can be asked."""
         if rank == self.rank:
             return None
         visit = object()
@@ -496,8 +272,8 @@ class Mesh(Transport):
             if rank in asking or any(each is peer.inbox for each in inboxes)
         ]
 
-    @override
     def unreceived(self, src: int, group: int) -> dict[int, int]:
+        """Return how many messages of a rank were read and not received, by tag."""
         arrived = self.peers[src].inbox.unreceived()
         message = int(Channel.MESSAGE)
         return {
@@ -519,8 +295,13 @@ class Mesh(Transport):
 
     # -- leaving ---------------------------------------------------------------------------------
 
-    @override
     def close(self, *, error: BaseException | None = None) -> None:
+        """Leave: waiting threads get ``ChannelClosedError``. Idempotent; sets ``closed``.
+
+        Args:
+            error: Why, if not in good order. Then the other ranks get ``PeerLostError`` with this
+                error's text and traceback; without it they see an orderly end.
+        """
         with self._close_lock:
             if self.closed:
                 return

@@ -4,8 +4,9 @@ Each peer that is called gets one connection, dialled by the first call; its rep
 threads that wait for them (``Inbox``). Calls of a rank to itself go over none: the request is given
 to whoever serves, and the reply is put into an inbox without a connection.
 
-Lock: ``_lock`` guards the table of connections; nothing else is taken under it. A rank's dial lock
-is held while its connection is opened, and ``_lock`` is taken under that.
+Lock: ``lock``, the port's, guards the poller and the table of connections; nothing else is taken
+under it. A rank's dial lock is held while its connection is opened, and ``lock`` is taken under
+that.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from typing import TYPE_CHECKING
 
 from rankwire import runtime
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox, Reply
+from rankwire.mesh.calls import OWN, CallCancelled, IncomingCall, PortEvent, RepliesDue
 from rankwire.mesh.peers import dial_alone
+from rankwire.transports.poller import Poller
 from rankwire.wire.frames import Channel, Message
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.mailbox import Mailbox
@@ -47,12 +46,15 @@ class OutgoingCalls:
     Args:
         mesh: Dials, and knows the peers.
         service: Which agent this is for.
-        serve_own: Takes a request of this rank to itself: its id and payload.
-        forget: Called with a connection that is not used any more, before it is closed.
-        on_unread: Called when nobody reads a connection any more that is attended to.
+        own_rank: The number of this rank in the port's group.
+        tell: Tells the port what is due: calls of this rank to itself, and replies.
+        poller: What the port waits with.
+        lock: Guards the poller and the tables of connections.
 
     Attributes:
+        lock: The same lock.
         own: Where the replies of calls to oneself arrive.
+        unread: The replies that no thread waits for.
         closed: Why nothing can be called any more, if that is so.
         unsent_cancels: What could not be told, and is to be tried again.
     """
@@ -62,21 +64,22 @@ class OutgoingCalls:
         mesh: Mesh,
         service: int,
         *,
-        serve_own: Callable[[int, bytearray], None],
-        forget: Callable[[Inbox], None],
-        on_unread: Callable[[Inbox], None],
+        own_rank: int,
+        tell: Callable[[PortEvent], None],
+        poller: Poller,
+        lock: runtime.Lock,
     ) -> None:
         self._mesh = mesh
         self._service = service
-        self._serve_own = serve_own
-        self._forget = forget
-        self._on_unread = on_unread
-        self._lock = runtime.Lock()
+        self._own_rank = own_rank
+        self._tell = tell
+        self.lock = lock
         self._dial_locks: dict[int, runtime.Lock] = {}
         self._inboxes: dict[int, Inbox] = {}
         self.unsent_cancels: deque[tuple[Connection, int, bool]] = deque()
         self.own = Inbox(mesh.rank, Mailbox(keep_unmatched=False), mesh.clock, lookout=mesh.lookout)
         self.closed: RankwireError | None = None
+        self.unread = UnreadReplies(self, poller, tell)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class OutgoingCalls:
         hold: bool,
         limit: float,
     ) -> Reply | None:
-        """Send a request; see ``CallPort.call``."""
+        """Send a request, as ``CallPort.call`` says."""
         inbox = self._inboxes.get(dst)
         if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
             if dst == self._mesh.rank:
@@ -142,7 +145,8 @@ class OutgoingCalls:
         try:
             self.own.post(reply)
             if not reply.done:
-                self._serve_own(request_id, bytearray().join(message[0]))
+                payload = bytearray().join(message[0])
+                self._tell(IncomingCall(self._own_rank, request_id, payload, OWN))
         except BaseException:
             try:
                 self.own.withdraw(reply)
@@ -175,6 +179,9 @@ class OutgoingCalls:
 
     def cancel(self, dst: int, request_id: int, *, expired: bool) -> bool:
         """Tell a callee that a reply is not wanted; False if that has to be tried again."""
+        if dst == self._mesh.rank:
+            self._tell(CallCancelled(self._own_rank, request_id, expired))
+            return True
         inbox = self._inboxes.get(dst)
         if inbox is None or inbox.connection is None:
             return True
@@ -203,7 +210,7 @@ class OutgoingCalls:
     # -- connections -------------------------------------------------------------------------------
 
     def _dial(self, dst: int, deadline: Deadline) -> Inbox:
-        with self._lock:
+        with self.lock:
             dial_lock = self._dial_locks.setdefault(dst, runtime.Lock())
         return dial_alone(dial_lock, dst, deadline, partial(self._dial_alone, dst, deadline))
 
@@ -218,7 +225,7 @@ class OutgoingCalls:
             raise self.closed.copy()
         peer = self._mesh.peers[dst]
         keep = partial(self._keep, dst)
-        connection = self._mesh.dial(peer, Purpose.CALLS, self._service, deadline, keep)
+        connection = self._mesh.connections.dial(peer, Purpose.CALLS, self._service, deadline, keep)
         inbox = self._inboxes.get(dst)
         if inbox is not None:
             return inbox
@@ -228,15 +235,14 @@ class OutgoingCalls:
 
     def _keep(self, dst: int, connection: Connection) -> None:
         """Call on this connection from now on, unless this port is closed. Idempotent."""
-        with self._lock:
+        with self.lock:
             inbox = self._inboxes.get(dst)
             if self.closed is None and (inbox is None or inbox.connection is not connection):
-                mailbox = Mailbox(keep_unmatched=False)
-                lookout = self._mesh.lookout
+                mesh, mailbox = self._mesh, Mailbox(keep_unmatched=False)
                 inbox = Inbox(
-                    dst, mailbox, self._mesh.clock, connection, fetch=True, lookout=lookout
+                    dst, mailbox, mesh.clock, connection, fetch=True, lookout=mesh.lookout
                 )
-                inbox.on_unread = self._on_unread
+                inbox.on_unread = self.unread.arm
                 self._inboxes[dst] = inbox
 
     def _discard(self, dst: int, inbox: Inbox) -> None:
@@ -247,17 +253,17 @@ class OutgoingCalls:
         assert inbox.connection is not None
         assert inbox.connection.failure is not None
         inbox.read_available()  # what it replied before it ended
-        with self._lock:
+        with self.lock:
             if self._inboxes.get(dst) is inbox:
                 del self._inboxes[dst]
-        self._forget(inbox)
+        self.unread.forget(inbox)
         inbox.close(inbox.connection.failure)
-        self._mesh.release(inbox.connection)
+        self._mesh.connections.release(inbox.connection)
 
     def dismiss(self, connection: Connection, patience: Deadline) -> None:
         """Let the agent at the other end know that this one has closed."""
         connection.farewell(patience)
-        self._mesh.release(connection)
+        self._mesh.connections.release(connection)
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -268,7 +274,7 @@ class OutgoingCalls:
 
     def close(self, cause: RankwireError) -> list[Inbox]:
         """Call no more; return the inboxes that are still to be told and closed."""
-        with self._lock:
+        with self.lock:
             self.closed = cause
             inboxes, self._inboxes = list(self._inboxes.values()), {}
         self.own.fail(cause)
@@ -280,8 +286,90 @@ class OutgoingCalls:
             assert inbox.connection is not None
             inbox.connection.farewell(patience)
             inbox.close(cause)
-            self._mesh.release(inbox.connection)
+            self._mesh.connections.release(inbox.connection)
 
-    def close_in_child(self) -> None:
-        """Let go of the lock in a child of a fork: the thread that has it is not there."""
-        self._lock = runtime.Lock()
+    def close_in_child(self, cause: RankwireError) -> None:
+        """Call no more; the lock may have a thread that is not there."""
+        self.closed = cause
+        self.lock = runtime.Lock()
+
+
+class UnreadReplies:
+    """The replies that no thread waits for: the port's poller tells when they come.
+
+    A connection is armed in the poller for one shot, so that a thread that reads it meanwhile is
+    not disturbed again and again. Of a reply that is attended to, whoever leaves the connection
+    arms it again (``Inbox.on_unread``).
+    """
+
+    def __init__(
+        self, calls: OutgoingCalls, poller: Poller, tell: Callable[[PortEvent], None]
+    ) -> None:
+        self._calls = calls
+        self._poller = poller
+        self._tell = tell
+        self._turns: dict[int, int] = {}
+
+    def attend(self, *, patiently: bool) -> bool:
+        """Have them looked after, as ``CallPort.attend`` says."""
+        outstanding = False
+        for inbox in self._calls.inboxes():
+            if inbox.was_interrupted or inbox.due:
+                self._read_what_is_left(inbox)
+            if not inbox.in_flight:
+                continue
+            outstanding = True
+            seen, self._turns[inbox.peer] = self._turns.get(inbox.peer), inbox.turns
+            if patiently and seen != inbox.turns:
+                continue
+            inbox.send_held(AT_ONCE)
+            self._watch(inbox)
+        return outstanding
+
+    def attend_to(self, dst: int, reply: Reply) -> None:
+        """Have one read as soon as it comes."""
+        inbox = self._calls.inbox_of(dst)
+        if inbox is None or inbox.connection is None:
+            return  # a call to oneself needs no reader
+        inbox.attend_to(reply)
+        inbox.send_held(AT_ONCE)
+        self._watch(inbox)
+
+    def read(self, inbox: Inbox) -> list[PortEvent]:
+        """Read a connection that the poller has found to have input."""
+        with self._calls.lock:  # before it reads: who attends to a reply after that arms it again
+            inbox.is_armed = False
+        inbox.read_quietly()
+        if inbox.in_flight and not inbox.is_read:
+            self.arm(inbox)
+        return [RepliesDue(inbox.call_back_due)] if inbox.due else []
+
+    def _watch(self, inbox: Inbox) -> None:
+        if inbox.is_read:
+            return  # whoever reads sees that it is attended to, and arms the poller in leaving
+        if inbox.connection is not None and inbox.connection.stream.before_sleep():
+            self._read_what_is_left(inbox)
+        self.arm(inbox)
+
+    def _read_what_is_left(self, inbox: Inbox) -> None:
+        """Read what the poller cannot see: taken by an interrupted thread, or in a ring."""
+        inbox.read_quietly()
+        if inbox.due:
+            self._tell(RepliesDue(inbox.call_back_due))
+
+    def arm(self, inbox: Inbox) -> None:
+        """Have the poller look for input, once."""
+        if inbox.is_armed:
+            return
+        with self._calls.lock:
+            if self._calls.closed is None and self._calls.inbox_of(inbox.peer) is inbox:
+                assert inbox.connection is not None
+                self._poller.arm(inbox.connection.stream, inbox)
+                inbox.is_armed = True  # last: an interrupt must not leave it unarmed for ever
+
+    def forget(self, inbox: Inbox) -> None:
+        """Look at a connection no more, before it is closed."""
+        assert inbox.connection is not None
+        with self._calls.lock:
+            if self._calls.closed is None:
+                self._poller.unregister(inbox.connection.stream)

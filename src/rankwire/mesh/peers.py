@@ -2,9 +2,8 @@
 
 The failure of a peer is sticky and spreads: the first cause ends every connection to it, so that
 every operation that needs it fails at once and names the same cause. Readers drain what had arrived
-before they see the failure. If its process is started anew, that is another peer, which takes the
-place of this one; connections, messages and failures belong to one of the two and never change
-over.
+before they see the failure. If its process is started anew, that is another peer, with connections,
+messages and a failure of its own.
 
 Whoever sees a connection end sees only that. The control plane knows more, and tells all ranks the
 same, mostly within a millisecond: its *verdict* is waited for, for a moment, before the loss is
@@ -21,21 +20,11 @@ from typing import TypeVar
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    PeerLostError,
-    RankwireError,
-)
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, PeerLostError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox
-from rankwire.mesh.lookout import Lookout
-from rankwire.observe.status import (
-    PeerStatus,
-    describe_unreceived,
-    describe_wanted,
-    state_of,
-)
+from rankwire.mesh.message_port import Lookout
+from rankwire.observe.status import PeerStatus, describe_unreceived, describe_wanted, state_of
 from rankwire.wire.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
@@ -114,7 +103,7 @@ class Peer:
         self._connections: dict[Connection, bool] = {}  # and whether the peer has dialled
 
     def add(self, connection: Connection, *, incoming: bool = False) -> None:
-        """Have a connection share the peer's fate."""
+        """Have a connection end with the peer."""
         with self._lock:
             self._connections[connection] = incoming
             failure = self.failure
@@ -128,17 +117,13 @@ class Peer:
         with self._lock:
             self._connections.pop(connection, None)
 
-    def incoming_count(self) -> int:
-        """Return how many connections stand that the peer has opened."""
+    def has_too_many_connections(self) -> bool:
+        """Whether so many stand that the peer has opened that it gets no more. Said once."""
         with self._lock:
-            return sum(
+            count = sum(
                 incoming and connection.failure is None
                 for connection, incoming in self._connections.items()
             )
-
-    def has_too_many_connections(self) -> bool:
-        """Whether so many stand that the peer has opened that it gets no more. Said once."""
-        count = self.incoming_count()
         if count < MAX_CONNECTIONS_OF_A_RANK:
             return False
         if not self._was_refused:

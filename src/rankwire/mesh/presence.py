@@ -77,12 +77,7 @@ class Presences:
 
 
 class Presence:
-    """What one agent says of itself. Safe from any thread.
-
-    Args:
-        presences: Those of its rank.
-        service: The number of the agent's name.
-    """
+    """What one agent says of itself. Safe from any thread."""
 
     def __init__(self, presences: Presences, service: int) -> None:
         self._presences = presences
@@ -141,7 +136,3 @@ class Presence:
 
     def _wait(self) -> None:
         self._presences.await_answer(self._number)
-
-
-# Of a port whose backend does not tell ranks of each other's agents.
-UNATTENDED = Presence(Presences(lambda says: False, runtime.Event.wait), 0)

@@ -1,8 +1,7 @@
 """A rank's side of the roll: what it reports about its collectives, and what it is told.
 
-The coordinator keeps the roll (``rendezvous.roll``). All groups of a rank share one client. It
-sends their reports, and keeps what the coordinator tells until the group looks for it, also if the
-group is not made yet. How a report reaches the coordinator is the business of the backend.
+The coordinator keeps the roll (``rendezvous.roll``). All groups of a rank share one client, which
+keeps what the coordinator tells until the group looks for it, also if the group is not made yet.
 
 Lock: ``_lock`` guards both tables; it is a leaf.
 """

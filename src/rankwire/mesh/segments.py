@@ -1,8 +1,7 @@
 """The segments of one rank: memory that it shares with other ranks of its host, for collectives.
 
-Whether there is one is a group's to agree on (``collectives.slots``); here one is made or opened,
-and whoever waits in one is made to look up when a rank is lost. Every method is safe from any
-thread.
+Whether there is one is a group's to agree on (``collectives.slots``). Whoever waits in one is made
+to look up when a rank is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DEFAULT_SEGMENT_NBYTES = 32 << 20
 
 
 class Segments:
-    """What one rank shares.
+    """What one rank shares. Every method is safe from any thread.
 
     Args:
         nbytes: For each group; 0 if nothing is to be shared.

@@ -1,8 +1,7 @@
 """The mesh of a world of processes: Unix sockets within a host, TCP between hosts.
 
 Construction is the rendezvous: rank 0 listens and coordinates, the others join, and all return when
-the whole world is up. This module knows where peers are, how they are dialled, and what the control
-plane reports of them.
+the whole world is up. This module knows where peers are and what the control plane reports of them.
 
 Threads: the acceptor accepts connections and receives the reports; everything else happens in the
 threads of the user.
@@ -11,6 +10,7 @@ threads of the user.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from rankwire.clock import Clock
@@ -23,26 +23,19 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
-from rankwire.links.connection import Connection
-from rankwire.mesh.dialing import Dialling, Transport
-from rankwire.mesh.introductions import Introductions
-from rankwire.mesh.mesh import Mesh
+from rankwire.mesh.mesh import NEW_GROUP, Mesh
 from rankwire.mesh.peers import Peer
 from rankwire.mesh.roll_client import RollClient
 from rankwire.mesh.segments import Segments
-from rankwire.mesh.transport import NEW_GROUP
+from rankwire.mesh.tcp_connections import Introductions, TcpConnections, Transport
 from rankwire.observe.stacks import stacks
 from rankwire.observe.status import PeerStatus
-from rankwire.rendezvous.formation import Formation, OwnListeners
+from rankwire.override import override
+from rankwire.rendezvous.formation import Formation
 from rankwire.rendezvous.runtime_dir import remove_socket_file
-from rankwire.rendezvous.secret import OwnKeys
 from rankwire.texts import name_ranks
-from rankwire.transports.byte_stream import ByteStream
-from rankwire.transports.poller import EpollPoller
-from rankwire.transports.security import Policy
 from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.spin import DEFAULT_SPIN, share_cores
-from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.control_messages import (
     AgentSays,
     Doing,
@@ -51,13 +44,10 @@ from rankwire.wire.control_messages import (
     Joined,
     Member,
     Notice,
-    Patience,
     Suspected,
     World,
 )
-from rankwire.wire.handshake import Purpose, job_id
 from rankwire.wire.protocol import left
-from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
 
@@ -72,20 +62,15 @@ class TcpMesh(Mesh):
     Args:
         rank: This rank.
         world_size: The number of ranks.
-        where: Where the world forms.
-        secret: What the user gave; None if rank 0 writes one to a file.
-        job: The name of the job.
-        timeout: As for ``TcpBackend``, like those without a description.
+        make_formation: Returns what forms the world, given its ``owner``: this mesh.
+        timeout: As for ``TcpBackend``, like the next ones.
         join_timeout: Seconds for the world to form.
         transport: What streams are made of.
         spin: Seconds that a waiting thread polls.
         max_message_nbytes: Largest message.
         single_copy: Whether large messages may be read out of other processes' memory.
         segment_nbytes: Bytes of memory that ranks of a host share for collectives.
-        listeners: The listeners of this rank.
-        patience: How long ranks may be silent.
-        has_coordinator: Whether a launcher coordinates.
-        policy: How connections are protected.
+        ranks_return: Whether a launcher restarts lost ranks.
         clock: The clock of the world.
 
     Attributes:
@@ -100,10 +85,8 @@ class TcpMesh(Mesh):
         self,
         rank: int,
         world_size: int,
-        where: TcpAddress,
+        make_formation: Callable[..., Formation],
         *,
-        secret: bytes | None,
-        job: str,
         timeout: float | None,
         join_timeout: float,
         transport: Transport,
@@ -111,39 +94,26 @@ class TcpMesh(Mesh):
         max_message_nbytes: int,
         single_copy: bool,
         segment_nbytes: int,
-        listeners: OwnListeners,
-        patience: Patience,
-        has_coordinator: bool,
-        policy: Policy,
+        ranks_return: bool,
         clock: Clock,
     ) -> None:
+        why_not = 'Unix sockets are turned off by transport="tcp"' if transport == "tcp" else ""
         super().__init__(
             rank,
             world_size,
             timeout=timeout,
             max_message_nbytes=max_message_nbytes,
-            peers={},
             clock=clock,
-            single_copy=single_copy,
+            segments=Segments(segment_nbytes, clock, why_not),
         )
         self._transport = transport
-        self._wanted_spin = spin
-        why_not = 'Unix sockets are turned off by transport="tcp"' if transport == "tcp" else ""
-        self.segments = self._segments = Segments(segment_nbytes, clock, why_not)
+        self._spin = DEFAULT_SPIN if spin is None else spin
+        self._single_copy = single_copy
         self.is_watched = True
-        self.introductions = Introductions(self.peers.values, self._greet, clock)
-        self.security = policy.mode
-        self.ranks_return = has_coordinator
-        self.formation = Formation(
-            owner=self,
-            address=where,
-            keys=OwnKeys(rank, secret),
-            listeners=listeners,
-            job=job_id(job),
-            policy=policy,
-            patience=patience,
-            has_coordinator=has_coordinator,
-        )
+        self.introductions = Introductions(self)
+        self.ranks_return = ranks_return
+        self.formation = make_formation(owner=self)
+        self.security = self.formation.policy.mode
         self.roll = RollClient(self.formation.report)
         try:
             self.formation.form(Deadline(join_timeout, clock))
@@ -159,12 +129,14 @@ class TcpMesh(Mesh):
             self.broken = MembershipError(
                 f"{name_ranks(world.late)} joined when the world had formed already; {NEW_GROUP}"
             )
-        self._dialling = Dialling(self._me, self._transport, self.formation)
         local = sum(member.host_id == self._me.host_id for member in world.members)
-        self.spin = DEFAULT_SPIN if self._wanted_spin is None else self._wanted_spin
-        self.shares_cores = share_cores(local)
-        self._segments.spin = 0.0 if self.shares_cores else self.spin
-        self.hosts = self._hosts = [member.host_id for member in world.members]
+        self.connections = connections = TcpConnections(
+            self, self._me, self._transport, single_copy=self._single_copy
+        )
+        connections.spin = self._spin
+        connections.shares_cores = share_cores(local)
+        self.segments.spin = 0.0 if connections.shares_cores else self._spin
+        self.hosts = [member.host_id for member in world.members]
         self._coordinator = self.roll.keeper = world.coordinator
         for member in world.members:
             if member.rank != self.rank:
@@ -180,24 +152,6 @@ class TcpMesh(Mesh):
             lookout=self.lookout,
         )
 
-    # -- connections -------------------------------------------------------------------------------
-
-    def new_poller(self) -> EpollPoller:
-        """Return an epoll."""
-        return EpollPoller()
-
-    def flush_when_possible(self, connection: Connection) -> None:
-        """Have the acceptor's thread send what a connection holds back."""
-        acceptor = self.formation.acceptor
-        assert acceptor is not None  # there is a peer
-        acceptor.flush_when_possible(connection)
-
-    def open_stream(
-        self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
-    ) -> tuple[ByteStream, Seals | None]:
-        """Return a connection to a peer that has let it in, and what its frames are sealed with."""
-        return self._dialling.open_stream(peer, purpose, service, deadline)
-
     # -- what the acceptor asks, on its thread ------------------------------------------------
 
     def on_gone(self, gone: Gone) -> None:
@@ -206,7 +160,7 @@ class TcpMesh(Mesh):
             self._take_in(gone)
         finally:
             self.roll.note_gone(gone.rank)
-            self._segments.disturb()
+            self.segments.disturb()
 
     def _take_in(self, gone: Gone) -> None:
         if gone.rank == self.rank:
@@ -229,7 +183,7 @@ class TcpMesh(Mesh):
     def on_notice(self, notice: Notice) -> None:
         """Keep what the coordinator tells about a collective, for those who wait in it."""
         self.roll.deliver(notice)
-        self._segments.disturb()
+        self.segments.disturb()
 
     def on_joined(self, joined: Joined) -> None:
         """Hear from the control plane that a rank was started anew, and is back."""
@@ -238,11 +192,11 @@ class TcpMesh(Mesh):
         if member.rank not in self.peers:
             raise ProtocolError(f"the coordinator reports rank {member.rank}, which is not a peer")
         self.formation.keys.take(joined)
-        self._hosts[member.rank] = member.host_id
+        self.hosts[member.rank] = member.host_id
         self._replace(self._meet(member))
 
+    @override
     def tell_agent(self, says: AgentSays) -> bool:
-        """Tell the coordinator what an agent of this rank does."""
         return self.formation.report(says)
 
     def describe_doing(self) -> Doing:
@@ -309,8 +263,8 @@ class TcpMesh(Mesh):
         silences = self.formation.silences()
         return replace(status, silent_for=silences.get(status.rank, status.silent_for))
 
+    @override
     def silences(self) -> dict[int, float]:
-        """Return the ranks that missed beats, with the seconds of their silence."""
         counted = self.formation.silences()
         seconds = {
             rank: counted.get(rank, peer.silent_for)
@@ -319,24 +273,20 @@ class TcpMesh(Mesh):
         }
         return {rank: silence for rank, silence in seconds.items() if silence}
 
-    def _greet(self, peer: Peer) -> None:
-        deadline = Deadline(self.timeout, self.clock)
-        self._dial_messages(peer, deadline).greet(deadline)
-
     # -- leaving -----------------------------------------------------------------------------------
 
+    @override
     def close(self, *, error: BaseException | None = None) -> None:
-        """Leave; introductions that have not begun do not begin any more."""
         self.introductions.cancel()
         if error is None and self._coordinator == self.rank and not self.closed:
             self.roll.leave()  # the others lose the roll with this rank
         super().close(error=error)
 
+    @override
     def tell_fall(self, fallen: Fallen) -> None:
-        """Tell the others by which error this rank leaves, in last words to the coordinator."""
         self.formation.close(fallen)
 
+    @override
     def depart(self) -> None:
-        """Say the last words on the control connections, if none were said."""
         self.formation.close()
         self.introductions.join()

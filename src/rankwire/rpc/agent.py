@@ -336,7 +336,7 @@ class StopSignal:
                     return False
                 patience = min(_CHECK_EVERY, deadline.sleep_limit())
                 self._backend.clock.wait(self._told, patience)
-                self._backend.mesh.read_others()
+                self._backend.mesh.lookout.read()
             return True
 
     def _is_over(self, watched: int | None) -> bool:

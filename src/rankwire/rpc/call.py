@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RankwireError
 from rankwire.links.inbox import Reply
-from rankwire.mesh.calls import CallPort
+from rankwire.mesh.call_port import CallPort
 from rankwire.public_dir import PublicDir
 
 if TYPE_CHECKING:

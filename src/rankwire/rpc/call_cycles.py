@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwire.deadline import Deadline
 from rankwire.errors import CircularCallError, InvalidMessageError
-from rankwire.mesh.calls import CallPort
+from rankwire.mesh.call_port import CallPort
 from rankwire.rpc.call import Call, MadeCall, Wait
 from rankwire.texts import one_line
 

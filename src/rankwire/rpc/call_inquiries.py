@@ -14,7 +14,8 @@ from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
-from rankwire.mesh.calls import CallPort, Serving
+from rankwire.mesh.call_port import CallPort
+from rankwire.mesh.calls import Serving
 from rankwire.observe.stacks import place_awaited, place_of
 from rankwire.rpc.call import Call
 from rankwire.rpc.call_cycles import ActiveCall, Key, unpack

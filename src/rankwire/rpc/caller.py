@@ -25,7 +25,7 @@ from rankwire.errors import (
     RemoteError,
 )
 from rankwire.links.inbox import Reply
-from rankwire.mesh.calls import CallPort
+from rankwire.mesh.call_port import CallPort
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.call_cycles import NestedWaits
 from rankwire.rpc.call_inquiries import CallInquiries

@@ -39,7 +39,8 @@ from rankwire.codec.values import PLAIN
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import DeadlineExceededError, MessageTooLargeError, RankwireError
 from rankwire.interrupts import call_and_note
-from rankwire.mesh.calls import OWN, CallPort, IncomingCall
+from rankwire.mesh.call_port import CallPort
+from rankwire.mesh.calls import OWN, IncomingCall
 from rankwire.rpc.messages import (
     MAX_REASON,
     Outcome,

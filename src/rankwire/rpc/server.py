@@ -20,13 +20,8 @@ from rankwire.errors import (
     OverloadedError,
     RankwireError,
 )
-from rankwire.mesh.calls import (
-    CallCancelled,
-    CallerGone,
-    CallPort,
-    IncomingCall,
-    RepliesDue,
-)
+from rankwire.mesh.call_port import CallPort
+from rankwire.mesh.calls import CallCancelled, CallerGone, IncomingCall, RepliesDue
 from rankwire.rpc.call import Call, describe_chain, serving
 from rankwire.rpc.call_cycles import pack, unpack_keys
 from rankwire.rpc.call_inquiries import INQUIRY, ServedCalls
@@ -256,7 +251,7 @@ class Server:
             if not any(job is not own for job in list(self.active.values())) and is_quiet():
                 return
             self.clock.sleep(min(0.002, deadline.sleep_limit()))
-            self._backend.mesh.read_others()
+            self._backend.mesh.lookout.read()
 
     def end(self, patience: float | None) -> None:
         """Cancel running calls and stop the event loop."""

@@ -30,7 +30,7 @@ from rankwire.launch.function_run import (
 )
 from rankwire.launch.local_world import RankThread
 from rankwire.launch.process_world import ProcessWorld
-from rankwire.mesh.dialing import Transport
+from rankwire.mesh.tcp_connections import Transport
 from rankwire.observe.stacks import stacks
 
 T = TypeVar("T")

@@ -1,34 +1,45 @@
-"""Dialling a peer of a world of processes: by its Unix socket on this host, else by TCP.
+"""Connections to the ranks of a world of processes: by Unix socket on this host, else by TCP.
 
-It knows where peers are and how they are authenticated; what the connection is used for is the
-business of ``mesh``.
+Also how a rank connects to everyone once the coordinator is gone: it would have told who dies. Now
+each rank hears of the others' ends on its own connections, and for that every two must have one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     AuthenticationError,
+    ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
     NoConnectionError,
     PeerLostError,
     RankwireError,
 )
+from rankwire.links.connection import Connection
 from rankwire.links.dialer import authenticate
+from rankwire.mesh.connections import Connections
 from rankwire.mesh.peers import Peer
-from rankwire.rendezvous.formation import Formation
+from rankwire.override import override
 from rankwire.rendezvous.runtime_dir import has_removed
 from rankwire.transports import dial
 from rankwire.transports.byte_stream import ByteStream
+from rankwire.transports.poller import EpollPoller
 from rankwire.transports.tcp_stream import TcpAddress
 from rankwire.wire.control_messages import Member
 from rankwire.wire.handshake import Purpose, StillConnectedError
 from rankwire.wire.protocol import left
 from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.mesh.tcp_mesh import TcpMesh
+
+_log = logging.getLogger("rankwire")
 
 Transport = Literal["auto", "tcp", "unix"]
 
@@ -37,32 +48,37 @@ Transport = Literal["auto", "tcp", "unix"]
 _REFUSED_PATIENCE = 0.5
 # A host that is there answers at once, whatever its processes do.
 _CONNECT_LIMIT = 5.0
+_INTRODUCTIONS_DELAY = 0.2  # seconds
+# For introductions under way to notice that this rank has closed. One that looks up a name does
+# not; it is left to end by itself.
+_INTRODUCTIONS_PATIENCE = 2.0
 
 
-class Dialling:
-    """How one rank reaches the others.
+class TcpConnections(Connections):
+    """How one rank of a world of processes reaches the others; ``me`` says where it is itself."""
 
-    Args:
-        me: Where this rank is.
-        transport: What to use; ``"auto"`` prefers Unix sockets.
-        formation: Has the keys.
-    """
-
-    def __init__(self, me: Member, transport: Transport, formation: Formation) -> None:
+    def __init__(
+        self, mesh: TcpMesh, me: Member, transport: Transport, *, single_copy: bool
+    ) -> None:
+        super().__init__(mesh, single_copy=single_copy)
         self._me = me
         self._transport = transport
-        self._formation = formation
+        self._formation = mesh.formation
 
+    @override
+    def new_poller(self) -> EpollPoller:
+        return EpollPoller()
+
+    @override
+    def flush_when_possible(self, connection: Connection) -> None:
+        acceptor = self._formation.acceptor
+        assert acceptor is not None  # there is a peer
+        acceptor.flush_when_possible(connection)
+
+    @override
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
     ) -> tuple[ByteStream, Seals | None]:
-        """Return a connection to a peer that has let it in, and what its frames are sealed with.
-
-        Raises:
-            PeerLostError: The peer has gone.
-            ChannelClosedError: It has left.
-            DeadlineExceededError: No answer in time.
-        """
         rank = peer.member.rank
         hello = self._formation.hello(purpose, rank, service)
         patience = Deadline(_REFUSED_PATIENCE, deadline.clock)
@@ -97,10 +113,7 @@ class Dialling:
                 deadline.clock.sleep(0.005)
 
     def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
-        """Return what has become of a peer that lets nobody in, if nobody has told.
-
-        Who leaves removes its socket file; who is killed cannot.
-        """
+        # Nobody has told. Who leaves removes its socket file; who is killed cannot.
         rank, member = peer.member.rank, peer.member
         if member.host_id == self._me.host_id and has_removed(member.unix_path):
             return left(rank)
@@ -128,3 +141,59 @@ class Dialling:
             if limit is deadline:
                 raise
             raise NoConnectionError(f"{error.detail} for {limit.limit:g} s") from error
+
+
+class Introductions:
+    """Connects to everyone, because the coordinator is gone.
+
+    Not at once: mostly everyone leaves by now. ``begin`` starts one thread that waits and ends with
+    the others, and one a peer while it connects.
+    """
+
+    def __init__(self, mesh: TcpMesh) -> None:
+        self._mesh = mesh
+        self._is_ending = runtime.Event()
+        self._thread = runtime.Thread(target=self._run, name="rankwire-introductions", daemon=True)
+
+    def begin(self) -> None:
+        """Connect to all, in a moment."""
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Do not begin any more."""
+        self._is_ending.set()
+
+    def join(self) -> None:
+        """Wait for those that are under way, but not for ever."""
+        if self._thread.ident is not None:
+            self._mesh.clock.join(self._thread, _INTRODUCTIONS_PATIENCE)
+
+    def _run(self) -> None:
+        if self._mesh.clock.wait(self._is_ending, _INTRODUCTIONS_DELAY):
+            return
+        # All at once: one that is out of reach must not keep the others from being noticed.
+        threads = [
+            runtime.Thread(
+                target=self._introduce, args=(peer,), name="rankwire-introduction", daemon=True
+            )
+            for peer in self._mesh.peers.values()
+            if peer.failure is None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            self._mesh.clock.join(thread)
+
+    def _introduce(self, peer: Peer) -> None:
+        try:
+            self._greet(peer)
+        except PeerLostError as error:
+            peer.fail(error)
+        except ChannelClosedError as error:
+            peer.leave(error)
+        except RankwireError as error:
+            _log.debug("rank %d was not greeted: %s", peer.member.rank, error)
+
+    def _greet(self, peer: Peer) -> None:
+        deadline = Deadline(self._mesh.timeout, self._mesh.clock)
+        self._mesh.connections.for_messages(peer, deadline).greet(deadline)
