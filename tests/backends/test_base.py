@@ -21,7 +21,24 @@ from rankwire.errors import (
 )
 from rankwire.mesh.mesh import Mesh
 from rankwire.mesh.message_port import MessagePort
+from rankwire.observe.status import PeerStatus
 from rankwire.wire.frames import DEFAULT_MAX_MESSAGE_NBYTES, WORLD_GROUP, Channel
+
+
+class PaperInquiries:
+    """Knows nothing of other ranks."""
+
+    def silences(self):
+        return {}
+
+    def unreceived(self, src, group):
+        return {}
+
+    def doing_of(self, rank, deadline):
+        return None
+
+    def status_of(self, rank):
+        return PeerStatus(rank, "up")
 
 
 class PaperMessagePort(MessagePort):
@@ -57,6 +74,7 @@ class PaperMesh(Mesh):
         usual = {"timeout": None, "max_message_nbytes": 1 << 30, "clock": REAL_TIME}
         super().__init__(rank, world_size, **{**usual, **options})
         self.messages = PaperMessagePort(self)
+        self.inquiries = PaperInquiries()
 
     def tell_agent(self, says):
         return False
@@ -66,12 +84,6 @@ class PaperMesh(Mesh):
 
     def depart(self):
         pass
-
-    def unreceived(self, src, group):
-        return {}
-
-    def doing_of(self, rank, deadline):
-        return None
 
 
 class Paper(Backend):

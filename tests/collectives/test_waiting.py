@@ -177,7 +177,7 @@ def test_only_a_few_of_many_ask_the_missing_rank_what_it_does(monkeypatch):
         in_parallel([partial(rankwire.barrier, backend, timeout=MINUTES) for backend in world])
         for backend in world:
             monkeypatch.setattr(
-                backend.mesh,
+                backend.mesh.inquiries,
                 "doing_of",
                 lambda rank, deadline, b=backend: asking.append(b.rank) or "",
             )

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,9 +18,15 @@ from rankwire import (
     SimulatedBackend,
     SubBackend,
 )
-from rankwire.mesh import inquiries, mesh
-from rankwire.mesh.calls import Serving
-from rankwire.testing import run_ranks, tcp_world
+from rankwire.deadline import AT_ONCE
+from rankwire.mesh.inquiries import ControlInquiries, Inquiries
+from rankwire.rendezvous.control_protocol import tell
+from rankwire.testing import run_ranks, simulated_world, tcp_world
+from rankwire.wire.control_messages import ActiveCall, Answer, Beat, Key, Question, unpack
+from rankwire.wire.frames import whole_of
+from rankwire.wire.handshake import Purpose
+from real_time import Deadline
+from worlds import PATIENCE, eventually, process_world, runtime_folder_of_its_own
 
 LIMIT = 0.4
 
@@ -129,10 +136,11 @@ def test_a_rank_that_receives_itself_is_said_to():
 
 def test_ranks_whose_time_is_up_at_once_say_that_they_wait_for_each_other(monkeypatch):
     asking = threading.Barrier(2)
+    ask = Inquiries.ask
 
-    def inquire(*args):
+    def ask_together(*args):
         asking.wait()  # both receives are over
-        return inquiries.inquire(*args)
+        return ask(*args)
 
     def wait_for_each_other(backend):
         with pytest.raises(rankwire.RankwireError) as info:
@@ -141,7 +149,7 @@ def test_ranks_whose_time_is_up_at_once_say_that_they_wait_for_each_other(monkey
         backend.barrier()  # neither leaves before the other has its answer
         return told
 
-    monkeypatch.setattr(mesh, "inquire", inquire)
+    monkeypatch.setattr(Inquiries, "ask", ask_together)
     for text in run_ranks(2, wait_for_each_other):
         assert "so the two wait for each other" in text
 
@@ -173,7 +181,7 @@ def test_a_rank_that_stands_still_does_not_say_and_costs_little_time():
 
 def test_who_only_looks_asks_nobody(monkeypatch):
     asked = []
-    monkeypatch.setattr(mesh, "inquire", lambda *args: asked.append(args))
+    monkeypatch.setattr(Inquiries, "ask", lambda *args: asked.append(args))
     with tcp_world(2) as (backend, _):
         for timeout in (0.0, 0.01):
             with pytest.raises(DeadlineExceededError):
@@ -184,9 +192,18 @@ def test_who_only_looks_asks_nobody(monkeypatch):
         assert len(asked) == 1
 
 
+def answering(answer):
+    """Return what a rank says in the place of what it is doing."""
+    return lambda self, question: msgspec.structs.replace(
+        answer, number=question.number, asker=question.asker
+    )
+
+
 def test_what_another_rank_says_is_only_text(monkeypatch):
-    hostile = "\x1b[2J\n" + "x" * 5000
-    monkeypatch.setattr(mesh, "describe", lambda *_: hostile)
+    hostile = Answer(
+        places=("\x1b[2J\n" + "x" * 5000,) * 3, calls=(ActiveCall(Key(1, 0, 1), "f\n" * 1000, 1.0),)
+    )
+    monkeypatch.setattr(Inquiries, "answer", answering(hostile))
     with tcp_world(2) as (backend, _):
         with pytest.raises(DeadlineExceededError) as info:
             backend.recv(1, timeout=0.25)
@@ -196,13 +213,114 @@ def test_what_another_rank_says_is_only_text(monkeypatch):
     assert "\n" not in text
 
 
-def test_an_answer_that_is_too_long_or_none_is_no_answer(monkeypatch):
-    monkeypatch.setattr(mesh, "describe", lambda *_: "x" * (1 << 20))
-    with tcp_world(2) as (backend, other):
-        with pytest.raises(DeadlineExceededError, match="rank 1 does not say"):
-            backend.recv(1, timeout=0.25)
-        other.send(b"still there", 0)
-        assert backend.recv(1) == b"still there"
+def test_a_rank_with_thousands_of_threads_leaves_most_of_them_out(monkeypatch):
+    monkeypatch.setattr(Inquiries, "_places", lambda self: ["x" * 400] * 10_000)
+    with tcp_world(2) as world:
+        for rank in (0, 1):  # from the coordinator, and to it
+            with pytest.raises(DeadlineExceededError, match=f"rank {1 - rank} says: xxx"):
+                world[rank].recv(1 - rank, timeout=0.25)
+
+
+def test_a_defect_in_an_answer_is_logged_and_ends_no_connection(monkeypatch, caplog):
+    monkeypatch.setattr(Inquiries, "_places", lambda self: 1 / 0)
+    with tcp_world(2) as world:
+        for rank in (0, 1):
+            assert world[rank].mesh.inquiries.ask(1 - rank, Deadline(PATIENCE)).places == ()
+        assert "could not be told what this one is doing" in caplog.text
+        world[0].send(b"still there", 1)
+        assert world[1].recv(0) == b"still there"
+
+
+# -- which way -------------------------------------------------------------------------------------
+
+
+def directly(inquiries):
+    """Have a rank ask without the coordinator."""
+    inquiries._count_silences = lambda: {inquiries._mesh.roll.keeper: 1.0}
+
+
+@pytest.mark.parametrize("asker", [0, 1, 2])
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_each_rank_can_ask_each_other_in_both_ways(asker, is_direct, monkeypatch):
+    ways = []
+    put = ControlInquiries._put_directly
+    monkeypatch.setattr(
+        ControlInquiries, "_put_directly", lambda *args: ways.append(1) or put(*args)
+    )
+    with tcp_world(3) as world:
+        inquiries = world[asker].mesh.inquiries
+        if is_direct:
+            directly(inquiries)
+        for rank in {0, 1, 2} - {asker}:
+            answer = inquiries.ask(rank, Deadline(PATIENCE))
+            assert answer.asker == asker
+            assert any("test_inquiries.py" in place for place in answer.places)
+        assert len(ways) == 2 * is_direct
+
+
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["just now", "a beat ago"])
+def test_a_rank_says_what_it_is_doing_although_the_coordinator_is_stopped(is_noticed):
+    with runtime_folder_of_its_own(), process_world(3) as (coordinator, asker, asked):
+        asked.start("eval", "__import__('time').sleep(6)")
+        coordinator.stop()
+        if is_noticed:
+            silent = "backend.mesh.inquiries.silences().get(0)"
+            eventually(lambda: asker.call("eval", silent))
+        began = time.monotonic()
+        error = asker.start("eval", "backend.recv(2, timeout=0.5)").error()
+        assert "rank 2 says: MainThread " in error.detail
+        assert time.monotonic() - began < 5.0
+        coordinator.signal(signal.SIGCONT)
+
+
+def dial_to_ask(backend):
+    """Return a connection by which rank 1 can be asked."""
+    mesh = backend.mesh
+    stream = mesh.open_stream(mesh.peers[1], Purpose.INQUIRY, 0, Deadline(PATIENCE))
+    return mesh.inquiries._wrap(1, *stream)
+
+
+def test_a_rank_that_asks_without_end_on_connections_of_its_own_has_only_a_few():
+    with tcp_world(2) as (first, second):
+        made = [dial_to_ask(first) for _ in range(40)]
+        connections = second.mesh.inquiries._connections
+        tell(made[-1], Question(5, 1, asker=7))
+        answer = unpack(whole_of(made[-1].read(Deadline(PATIENCE))[0].payload))
+        assert (answer.number, answer.asker) == (5, 0)  # and not for whom it says
+        assert len(connections[0]) == 16
+        for connection in made:
+            connection.close()
+        eventually(lambda: not connections[0])
+
+
+def test_what_is_no_question_ends_only_the_connection_that_it_came_on(caplog):
+    with tcp_world(2) as (first, second):
+        for message in (Beat(), Answer()):
+            connection = dial_to_ask(first)
+            tell(connection, message)
+            with pytest.raises(rankwire.RankwireError, match="ended"):
+                connection.read(Deadline(PATIENCE))
+            connection.close()
+        assert first.mesh.inquiries.ask(1, Deadline(PATIENCE)) is not None
+        second.send(b"still there", 0)
+        assert first.recv(1) == b"still there"
+
+
+def test_an_answer_that_no_thread_waits_for_is_dropped():
+    with tcp_world(2) as (first, _):
+        inquiries = first.mesh.inquiries
+        inquiries.on_answer(Answer(77, 0, places=("unasked",)))
+        assert "unasked" not in inquiries.ask(1, Deadline(PATIENCE)).places
+
+
+def test_a_rank_that_has_left_or_is_this_one_has_nothing_to_say():
+    for make_world in (tcp_world, simulated_world):
+        with make_world(2) as (first, second):
+            assert first.mesh.inquiries.ask(0, AT_ONCE) == Answer()
+            second.close()
+            eventually(lambda first=first: first.failure_of(1) is not None)
+            assert first.mesh.inquiries.ask(1, AT_ONCE) == Answer()
+            assert first.mesh.inquiries.doing_of(1, AT_ONCE) is None
 
 
 # -- which calls -----------------------------------------------------------------------------------
@@ -251,15 +369,7 @@ def test_a_coroutine_whose_time_is_up_says_where_it_awaits():
     assert "it is running: it awaits in nap (" in str(info.value)
 
 
-def test_much_is_summed_up():
-    serving = [Serving(0, f"f{number}", 1.0) for number in range(10)]
-    text = inquiries.describe([f"thread {number}" for number in range(10)], serving)
-    assert text.startswith("thread 0; thread 1; ")
-    assert text.endswith("it has served 'f3' of rank 0 for 1 s; and 12 more")
-
-
 def test_a_rank_that_has_nothing_to_say_is_left_out():
-    assert inquiries.describe([], []) == ""
     backend, other = SimulatedBackend.create_group(2)
     with backend, other, pytest.raises(DeadlineExceededError) as info:
         backend.recv(1, timeout=0.25)  # no thread is called "rank 1"

@@ -11,9 +11,8 @@ from rankwire.wire.control_messages import (
     AgentAnswer,
     AgentSays,
     AgentState,
-    Ask,
+    Answer,
     Beat,
-    Doing,
     Failed,
     Fallen,
     Gone,
@@ -24,6 +23,7 @@ from rankwire.wire.control_messages import (
     Message,
     Notice,
     Patience,
+    Question,
     Suspected,
     Waiting,
     World,
@@ -42,8 +42,8 @@ FORMED = JOINED._replace(is_formed=True)
 ABSENT = FORMED._replace(was_absent=True)
 LAUNCHED = ABSENT._replace(coordinator=-1)
 FALLEN = FORMED._replace(has_fallen=True)
-ASKED = FORMED._replace(was_asked=True)
-EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED, FALLEN, ASKED]
+EVERYONE = [FORMING, JOINED, FORMED, ABSENT, LAUNCHED, FALLEN]
+IN_THE_WORLD = {FORMED, ABSENT, LAUNCHED, FALLEN}
 
 
 def member(rank):
@@ -66,14 +66,14 @@ ROWS = [
     ("a sign of life", Beat(), set(EVERYONE)),
     ("the silence of others", Beat([(2, 9.0)]), set()),
     ("its own silence", Beat([(1, 9.0)]), set()),
-    ("its fall", Fallen("it raised", ""), {FORMED, ABSENT, LAUNCHED, ASKED}),
-    ("whom it knows", Known(2, 1), {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED}),
-    ("what it does", Doing("MainThread:"), {ASKED}),
-    ("that it waits", Notice(0, 3, "barrier()"), {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED}),
+    ("its fall", Fallen("it raised", ""), {FORMED, ABSENT, LAUNCHED}),
+    ("whom it knows", Known(2, 1), IN_THE_WORLD),
+    ("what it does", Answer(1, 2), IN_THE_WORLD),
+    ("that it waits", Notice(0, 3, "barrier()"), IN_THE_WORLD),
     (
         "that it waits in a group",
         Notice(7, 3, "barrier()", members=(1, 4)),
-        {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED},
+        IN_THE_WORLD,
     ),
     ("that it waits in a group of two of itself", Notice(7, 3, "", members=(1, 1)), set()),
     ("that it waits in a group of others", Notice(7, 3, "barrier()", members=(2, 4)), set()),
@@ -81,12 +81,12 @@ ROWS = [
     (
         "what its agents do",
         AgentSays(5, 1, AgentState.OPEN),
-        {FORMED, ABSENT, LAUNCHED, FALLEN, ASKED},
+        IN_THE_WORLD,
     ),
     ("an answer to agents", AgentAnswer(1), set()),
     ("who is back", Joined(member(2)), set()),
     ("that it is back itself", Joined(member(1)), set()),
-    ("a question", Ask(), set()),
+    ("a question", Question(1, 2), IN_THE_WORLD),
     ("rank 0 was silent", Gone(0, **SILENT), {ABSENT}),
     ("the launcher was silent", Gone(-1, **SILENT), {LAUNCHED}),
     ("the coordinator died", Gone(0, "its connection ended"), set()),

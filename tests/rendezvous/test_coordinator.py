@@ -16,22 +16,24 @@ from rankwire.errors import ChannelClosedError, PeerLostError, RendezvousError
 from rankwire.links.acceptor import Acceptor
 from rankwire.links.connection import Connection
 from rankwire.rendezvous import coordinator as coordinator_module
+from rankwire.rendezvous import reports
 from rankwire.rendezvous.coordinator import Coordinator
 from rankwire.rendezvous.reports import Told
 from rankwire.rendezvous.runtime_dir import host_id
 from rankwire.transports.byte_stream import wait_for
 from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
-    Ask,
-    Doing,
+    Answer,
     Failed,
     Fallen,
     Gone,
     Join,
     Joined,
+    Key,
     Known,
     Member,
     Notice,
+    Question,
     Waiting,
     World,
     pack,
@@ -68,7 +70,8 @@ class Meeting:
         self.world_size = world_size
         self.worlds: list[World] = []
         self.gone: list[Gone] = []
-        self.doing: list[tuple[int, Doing]] = []
+        self.doing: list[tuple[int, Answer]] = []
+        self.answers: list[Answer] = []
         self.told_before_formed: list[int] = []
         self._members: list[tuple[int, Connection]] = []
         self._backlog: dict[Connection, list[Any]] = {}
@@ -82,6 +85,8 @@ class Meeting:
                 on_formed=self._formed,
                 on_gone=self.gone.append,
                 on_doing=lambda rank, doing: self.doing.append((rank, doing)),
+                on_question=lambda q: Answer(q.number, q.asker, places=("rank 0",)),
+                on_answer=self.answers.append,
             ),
         )
         self.acceptor.start()
@@ -662,22 +667,93 @@ def test_who_was_waited_for_is_asked_before_anyone_hears_of_the_fall(meet):
     meeting = meet(4)
     one, two, three = formed(meeting)
     say(one, Fallen("its time was up", "", waited_for=[2, 99, -1, 1]))
-    assert isinstance(meeting.hear(two), Ask)
+    question = meeting.hear_until(two, Question | Answer)
+    assert isinstance(question, Question)
+    assert question.wants_stacks
     gone = meeting.hear_until(two, Gone)
     assert gone.waited_for == [2, 1]  # ranks that there are
-    say(two, Doing("MainThread:", waits_for=[3, 2]))
-    assert isinstance(meeting.hear_until(three, Ask), Ask)
-    eventually(lambda: meeting.doing == [(2, Doing("MainThread:", waits_for=[3, 2]))])
+    answer = Answer(question.number, question.asker, stacks="MainThread:", waits_for=[3, 2])
+    for _ in range(2):  # the second one is dropped
+        say(two, answer)
+    assert isinstance(meeting.hear_until(three, Question), Question)
+    say(two, Notice(0, 1, "barrier()", "asking"))
+    meeting.hear_until(two, Notice)
+    assert meeting.doing == [(2, answer)]
 
 
-def test_who_answers_twice_is_given_up(meet):
+# -- questions between ranks
+
+
+def test_a_question_is_passed_on_with_its_true_asker_and_the_answer_comes_back(meet):
     meeting = meet(4)
-    one, two, _ = formed(meeting)
-    say(one, Fallen("its time was up", "", waited_for=[2]))
-    for _ in range(2):
-        say(two, Doing("MainThread:", waits_for=[2]))
-    eventually(lambda: [gone.rank for gone in meeting.gone] == [1, 2])
-    assert "what it does, unasked" in meeting.gone[1].reason
+    one, two, three = formed(meeting)
+    say(one, Question(7, 2, asker=3, service=5, calls=(Key(2, 1, 99),)))
+    question = meeting.hear_until(two, Question | Answer)
+    assert question == Question(7, 2, asker=1, service=5, calls=(Key(2, 1, 99),))
+    say(two, Answer(7, question.asker, places=("in the program",)))
+    assert meeting.hear_until(one, Question | Answer).places == ("in the program",)
+    say(three, Question(8, 3, asker=2))  # the next that it hears is its own question
+    assert meeting.hear_until(three, Question | Answer) == Question(8, 3, asker=3)
+
+
+@pytest.mark.parametrize("answer", [Answer(8, 1), Answer(7, 2), Answer(7, 0), Answer(7, -1)])
+def test_an_answer_to_a_question_of_no_rank_is_dropped(meet, answer):
+    meeting = meet(4)
+    one, two, three = formed(meeting)
+    say(one, Question(7, 2))
+    meeting.hear_until(two, Question | Answer)
+    say(three, Answer(7, 1, places=("it was not asked",)))
+    say(two, answer)
+    say(two, Answer(7, 1, places=("this is it",)))
+    assert meeting.hear_until(one, Question | Answer).places == ("this is it",)
+    assert meeting.doing == meeting.answers == meeting.gone == []
+
+
+def test_the_coordinators_own_rank_asks_and_answers_by_function_calls(meet):
+    meeting = meet(2)
+    (one,) = formed(meeting)
+    say(one, Question(3, 0))
+    assert meeting.hear_until(one, Question | Answer) == Answer(3, 1, places=("rank 0",))
+    meeting.on_thread(meeting.coordinator.watch.take_report, 0, Question(4, 1))
+    assert meeting.hear_until(one, Question | Answer) == Question(4, 1, asker=0)
+    say(one, Answer(4, 0))
+    eventually(lambda: meeting.answers == [Answer(4, 0)])
+
+
+def test_a_flood_of_questions_is_bounded(meet):
+    meeting = meet(3)
+    one, two = formed(meeting)
+    for number in range(1000):
+        say(one, Question(number, 2))
+    say(one, Question(1000, 0))  # taken after all others
+    meeting.hear_until(one, Answer)
+    say(two, Question(0, 2))
+    heard = iter(lambda: meeting.hear_until(two, Question | Answer), Question(0, 2, asker=2))
+    numbers = [question.number for question in heard]
+    assert numbers == [*range(64)]
+    for number in numbers:
+        say(two, Answer(number, 1))
+    assert [meeting.hear_until(one, Question | Answer).number for _ in numbers] == numbers
+    say(one, Question(2000, 2))
+    assert meeting.hear_until(two, Question | Answer).number == 2000
+
+
+def test_questions_that_nobody_answered_make_room_after_a_while(meet, monkeypatch):
+    monkeypatch.setattr(reports, "_OPEN_FOR", 0.0)
+    meeting = meet(3)
+    one, two = formed(meeting)
+    for number in range(200):
+        say(one, Question(number, 2))
+        assert meeting.hear_until(two, Question | Answer).number == number
+
+
+def test_nobody_is_told_of_a_question_to_a_rank_that_is_not_there(meet):
+    meeting = meet(3)
+    one, _ = formed(meeting)
+    for rank in (99, -7, 2**62):
+        say(one, Question(1, rank))
+    say(one, Question(2, 0))
+    assert meeting.hear_until(one, Question | Answer).number == 2
 
 
 def test_a_rank_that_reads_nothing_for_a_while_misses_notices_and_is_not_lost(meet):

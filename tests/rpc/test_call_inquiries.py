@@ -10,8 +10,8 @@ import pytest
 from rankwire.clock import REAL_TIME
 from rankwire.links.inbox import Inbox, Reply
 from rankwire.rpc.call import Call, MadeCall, Wait
-from rankwire.rpc.call_cycles import Key
 from rankwire.rpc.call_inquiries import ActiveCalls
+from rankwire.wire.control_messages import Key
 from rankwire.wire.mailbox import Mailbox
 from real_time import Deadline
 
@@ -47,7 +47,7 @@ def made_call(request_id):
 
 def account(jobs, *asked, queued=(), workers=2):
     named = {Key(RANK, 0, number): job for number, job in jobs.items()}
-    told = ActiveCalls(RANK, workers, named, queued).describe(
+    told = ActiveCalls(range(3), RANK, workers, named, queued).describe(
         [Key(RANK, 0, number) for number in asked]
     )
     return {key.request_id: call for key, call in told.items()}
@@ -74,7 +74,7 @@ def test_a_call_that_waited_for_a_worker_says_how_long_before_it_began():
     job.deadline._start -= 3.0  # so long ago it came
     told = account({1: job}, 1)[1]
     assert told.doing == "waited 3 s for one of 2 workers, and is running"
-    assert told.seconds == pytest.approx(3.0, abs=1.0)
+    assert told.age == pytest.approx(3.0, abs=1.0)
 
 
 def test_calls_that_are_not_served_are_not_reported():

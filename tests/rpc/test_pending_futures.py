@@ -60,18 +60,18 @@ def test_a_call_that_waits_and_is_made_alone_says_so_too(agents):
 def test_a_callee_is_asked_once_about_all_calls_that_are_late_together(agents, monkeypatch):
     first, second = agents
     asked = []
-    account, doing_of = second._server.active.describe, first.backend.mesh.doing_of
+    describe, doing_of = second._port.describe, first.backend.mesh.inquiries.doing_of
 
     def note_account(keys):
-        asked.append([*keys])
-        return account(asked[-1])
+        asked.extend([keys] if keys else [])
+        return describe(keys)
 
     def note_doing(rank, deadline):
         asked.append(rank)
         return doing_of(rank, deadline)
 
-    monkeypatch.setattr(second._server.active, "describe", note_account)
-    monkeypatch.setattr(first.backend.mesh, "doing_of", note_doing)
+    monkeypatch.setattr(second._port, "describe", note_account)
+    monkeypatch.setattr(first.backend.mesh.inquiries, "doing_of", note_doing)
     late_errors([first.rpc_async(1, "hold", timeout=LIMIT) for _ in range(20)])
     assert sum(len(keys) for keys in asked if keys != 1) >= 20
     assert len(asked) <= 8  # a few times at most, if the machine is busy; not once for each

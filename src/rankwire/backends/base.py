@@ -358,7 +358,8 @@ class Backend(MessagePosting):
     def status(self) -> WorldStatus:
         """Return what this rank knows of each peer: whether it is up, and what is waited for."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        peers = {rank: replace(self.mesh.status_of(self.world[rank]), rank=rank) for rank in others}
+        known = self.mesh.inquiries.status_of
+        peers = {rank: replace(known(self.world[rank]), rank=rank) for rank in others}
         operation = "" if self.operations is None else self.operations.now()
         return WorldStatus(self.rank, self.world_size, peers, operation)
 

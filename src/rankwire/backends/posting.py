@@ -21,9 +21,9 @@ from rankwire.errors import (
     SelfSendError,
 )
 from rankwire.links.receive_handle import ReceiveHandle
-from rankwire.mesh.inquiries import explain_delay, explain_silence, explain_unreceived
 from rankwire.mesh.mesh import Mesh
 from rankwire.mesh.message_port import MessagePort
+from rankwire.observe.inquiry import explain_delay, explain_silence, explain_unreceived
 from rankwire.public_dir import PublicDir
 from rankwire.wire.array_messages import pack_array
 from rankwire.wire.frames import Buffer, Channel, Message, Payload, whole_of
@@ -326,11 +326,11 @@ class MessagePosting(PublicDir):
         return error
 
     def _count_unreceived(self, rank: int) -> dict[int, int]:
-        return self.mesh.unreceived(self.world[rank], self.group)
+        return self.mesh.inquiries.unreceived(self.world[rank], self.group)
 
     def _silences(self) -> dict[int, float]:
-        found = self.mesh.silences()
+        found = self.mesh.inquiries.silences()
         return {rank: found[each] for rank, each in enumerate(self.world) if each in found}
 
     def _ask_what_it_does(self, rank: int, deadline: Deadline) -> str | None:
-        return self.mesh.doing_of(self.world[rank], deadline)
+        return self.mesh.inquiries.doing_of(self.world[rank], deadline)

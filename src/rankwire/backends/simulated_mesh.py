@@ -25,6 +25,7 @@ from rankwire.links.send_handle import SendHandle
 from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.connections import Connections
 from rankwire.mesh.group_ranks import GroupRanks
+from rankwire.mesh.inquiries import Inquiries
 from rankwire.mesh.mesh import Mesh
 from rankwire.mesh.message_port import MessagePort
 from rankwire.mesh.peers import Peer
@@ -32,7 +33,7 @@ from rankwire.mesh.roll_client import RollClient
 from rankwire.observe.stacks import places
 from rankwire.override import override
 from rankwire.transports.memory_stream import MemoryPoller, MemoryStream, MemoryWaiter
-from rankwire.wire.control_messages import AgentSays, Fallen, Member
+from rankwire.wire.control_messages import AgentSays, Answer, Fallen, Member, Question
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 from rankwire.wire.receive import Destination, Receive
@@ -70,6 +71,7 @@ class SimulatedMesh(Mesh):
         self.connections = SimulatedConnections(self)
         self.messages = SimulatedMessagePort(self)
         self.network = network
+        self.inquiries = _Inquiries(self)
         self.roll = RollClient(partial(network.report, rank))
         self._meeting = runtime.Lock()  # guards the making of peers
         self._gone: RankwireError | None = None  # why this rank can do nothing more
@@ -90,10 +92,6 @@ class SimulatedMesh(Mesh):
         """Raise if this rank can do nothing more."""
         if self._gone is not None:
             raise self._gone.copy()
-
-    @override
-    def places(self) -> list[str]:
-        return places(only=[f"rank {self.rank}"])
 
     def meet(self, rank: int) -> Peer:
         """Return a peer, which is made if it is not there yet."""
@@ -328,6 +326,20 @@ class SimulatedConnections(Connections):
                 self.flush_when_possible(connection)
 
 
+class _Inquiries(Inquiries):
+    """Asks by calling a function of the other rank: no fault of messages concerns that."""
+
+    _mesh: SimulatedMesh
+
+    @override
+    def _put(self, question: Question, deadline: Deadline) -> Answer:
+        return self._mesh.network.members[question.rank].inquiries.answer(question)
+
+    @override
+    def _places(self) -> list[str]:
+        return places(only=[f"rank {self._mesh.rank}"])
+
+
 def fail_calls(port: CallPort, on_call: Callable[[], None]) -> None:
     """Have a port call ``on_call`` before each call; it raises for one that the plan fails."""
     send = port.call
@@ -342,7 +354,7 @@ def fail_calls(port: CallPort, on_call: Callable[[], None]) -> None:
         hold: bool = False,
         limit: float = math.inf,
     ) -> Reply | None:
-        if limit != math.inf and request_id not in waiting:  # inquiries of the agent have no limit
+        if limit != math.inf and request_id not in waiting:  # reservations have no limit
             on_call()
             waiting.add(request_id)
         reply = send(dst, request_id, message, deadline, on_reply, hold, limit)

@@ -19,7 +19,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.launch.nodes import Parts
 from rankwire.launch.process import Ending
 from rankwire.observe.tracebacks import folded
-from rankwire.wire.control_messages import Doing, Gone, Suspected
+from rankwire.wire.control_messages import Answer, Gone, Suspected
 
 _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
@@ -176,7 +176,7 @@ class Attempt:
         self.began = ""  # a cause of failures that is not the failure of a rank
         self.is_stopping = False  # ranks were asked to end
         self.has_said_left = False  # that only unresponsive ranks are left
-        self.doing: dict[int, Doing] = {}  # of ranks that others waited for
+        self.doing: dict[int, Answer] = {}  # of ranks that others waited for
         self._lost: dict[int, Gone] = {}
         self._fell: set[int] = set()  # with an error of their own, before any was asked to end
         self._stop_at = math.inf

@@ -25,7 +25,7 @@ from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox, Reply
 from rankwire.links.send_handle import SendHandle, offer
-from rankwire.mesh.calls import OWN, CallCancelled, CallerGone, IncomingCall, PortEvent, Serving
+from rankwire.mesh.calls import OWN, CallCancelled, CallerGone, Describe, IncomingCall, PortEvent
 from rankwire.mesh.outgoing_calls import EXPIRED, OutgoingCalls
 from rankwire.wire.frames import Channel, Envelope, Message, whole_of
 from rankwire.wire.receive import Receive
@@ -54,12 +54,13 @@ class CallPort:
 
     Attributes:
         presence: How the agent tells the others of its name what it does, and waits for them.
-        serving: Returns the calls that are being served.
+        describe: How calls in service are described, set by the agent. Called in any thread; must
+            not wait.
     """
 
     def __init__(self, mesh: Mesh, service: int, own_rank: int | None = None) -> None:
         self.service = service
-        self.serving: Callable[[], list[Serving]] = list
+        self.describe: Describe = lambda keys: []
         self.presence = mesh.presences.of(service)
         self._mesh = mesh
         self._lock = runtime.Lock()
@@ -150,10 +151,6 @@ class CallPort:
     def in_flight(self) -> int:
         """Return how many calls wait for a reply of another rank."""
         return sum(inbox.in_flight for inbox in self._calls.inboxes())
-
-    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
-        """Say how to learn which calls are being served; asked in any thread, without waiting."""
-        self.serving = serving
 
     def _tell(self, event: PortEvent) -> None:
         """Have ``poll`` return an event that does not come over a connection."""

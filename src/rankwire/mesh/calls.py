@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import msgspec
 
+from rankwire.wire.control_messages import ActiveCall, Key
+
+# Describes calls, and those at this rank that they need; given none, all calls in brief.
+Describe: TypeAlias = Callable[[Collection[Key]], list[ActiveCall]]
 OWN = object()  # the origin of a call of a rank to itself
 
 
@@ -59,19 +63,3 @@ class RepliesDue:
 
 
 PortEvent = IncomingCall | CallCancelled | CallerGone | RepliesDue
-
-
-class Serving(NamedTuple):
-    """A call that is being served, or waits for that.
-
-    Attributes:
-        src: The rank that made it.
-        name: The function's name.
-        seconds: How long it has run; if it waits, since it arrived.
-        workers: If it waits, of how many workers one has to be free first; else 0.
-    """
-
-    src: int
-    name: str
-    seconds: float
-    workers: int = 0

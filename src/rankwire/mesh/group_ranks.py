@@ -11,7 +11,7 @@ from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Reply
 from rankwire.mesh.call_port import CallPort
-from rankwire.mesh.calls import IncomingCall, PortEvent, Serving
+from rankwire.mesh.calls import IncomingCall, PortEvent
 from rankwire.override import override
 from rankwire.wire.frames import Message
 from rankwire.wire.receive import Receive
@@ -139,11 +139,6 @@ class GroupCallPort(CallPort):
             super().reply(call, message, deadline, hold)
         except RankwireError as error:
             raise self._ranks.adopted(call.src, error) from error.__cause__
-
-    @override
-    def tell_serving(self, serving: Callable[[], list[Serving]]) -> None:
-        world = self._ranks.world
-        super().tell_serving(lambda: [call._replace(src=world[call.src]) for call in serving()])
 
     @override
     def _rank_of(self, connection: Connection) -> int:

@@ -1,29 +1,38 @@
-"""Inquiries: a rank whose time is up asks those that it has waited for what they are doing.
+"""What this rank is doing and waits for: shown by ``status``, told to other ranks, asked of them.
 
-Whoever asks dials a connection of its own for it, and gets one text (``Mesh.enter`` answers). In a
-world of processes the acceptor's thread does that, so the answer comes at once whatever the user's
-threads do: unless the process stands still, or holds the interpreter lock in native code. The text
-says where the program is (``stacks``) and which calls are being served.
+A question goes over the control connections: to the coordinator, which passes it on to the asked
+rank and passes the answer back. If the coordinator is lost, has missed a beat or says nothing, the
+asking thread dials the asked rank, and puts the same question there.
 
-What comes is only ever a text to be added to an error: short and harmless to a terminal, whatever
-the other rank says. Asking takes a bounded time beyond the limit that has passed, and none at all
-where the limit was short: that is somebody who looks whether something has come.
+In a world of processes the acceptor's thread answers, so an answer comes at once whatever the
+user's threads do, unless the process is stopped or holds the interpreter lock in native code. It
+takes locks that are never held while blocking, and waits for nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rankwire import runtime
-from rankwire.clock import Clock
-from rankwire.deadline import AT_ONCE, Deadline
-from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
+from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError, DeadlineExceededError, ProtocolError, RankwireError
 from rankwire.links.connection import Connection
-from rankwire.mesh.calls import Serving
-from rankwire.texts import one_line, one_of
-from rankwire.wire.frames import WORLD_GROUP, Channel, whole_of
+from rankwire.links.inbox import Inbox
+from rankwire.observe.inquiry import describe_calls, fit, list_calls, text_of
+from rankwire.observe.stacks import methods_entered, places, stacks
+from rankwire.observe.status import PeerStatus
+from rankwire.override import override
+from rankwire.rendezvous.control_protocol import tell
+from rankwire.rendezvous.formation import Formation
+from rankwire.wire.control_messages import MAX_MEMBER_NBYTES, Answer, Key, Question, unpack
+from rankwire.wire.frames import Channel, Frame, whole_of
 from rankwire.wire.handshake import Purpose
 
 if TYPE_CHECKING:
@@ -33,140 +42,241 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankwire")
 
-_WORTH_ASKING = 0.2  # seconds that were waited for in vain
-_PATIENCE = 0.5  # seconds for all answers; a busy program lets other threads in every 5 ms only
-_MOST_ASKED = 3  # ranks
-_MOST_TOLD = 4  # threads, and calls
-_MOST_TAGS = 8
-_SILENT = "does not say what it is doing"
-_CIRCLE = "it waits for the rank that asks, so the two wait for each other"
-_MAX_NBYTES = 16 << 10
-_MAX_TEXT = 1000  # characters
-_ANSWER = (WORLD_GROUP, int(Channel.CONTROL), 0)
+_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # a thread that waits is in one of these
+_MOST_ASKING = 16  # connections of one rank
 
 
-def explain_delay(
-    ask: Callable[[int, Deadline], str | None], error: DeadlineExceededError, clock: Clock
-) -> None:
-    """Add to an error what the ranks are doing that were waited for, if they answer soon."""
-    if error.limit < _WORTH_ASKING:
-        return
-    deadline = Deadline(_PATIENCE, clock)
-    for rank in error.waiting_for[:_MOST_ASKED]:
-        said = ask(rank, deadline)
-        if said is not None:
-            error.explain(f"rank {rank} {f'says: {said}' if said else _SILENT}")
+class Inquiries(ABC):
+    """Knows what a rank waits for and serves, and asks other ranks. Safe from any thread."""
 
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._asking: dict[object, int] = {}  # the ranks that threads ask why they waited in vain
 
-def explain_silence(silent: Mapping[int, float], error: DeadlineExceededError) -> None:
-    """Add to an error which ranks were not heard lately, also if others were waited for.
+    # -- this rank ---------------------------------------------------------------------------------
 
-    A rank that waits for one that stands still is itself waited for, and would be the only one that
-    is named.
+    def status_of(self, rank: int) -> PeerStatus:
+        """Return what is known about a peer."""
+        ports = self._mesh.ports.all()
+        status = self._mesh.peers[rank].status()
+        return replace(
+            status,
+            in_flight=sum(len(port.calls_to_world_rank(rank)) for port in ports),
+            serving=tuple(
+                call.name
+                for port in ports
+                for call in port.describe(())
+                if call.key.src == rank and not call.workers
+            ),
+            silent_for=self._count_silences().get(rank, status.silent_for),
+        )
 
-    Args:
-        silent: The ranks that were not heard, with the seconds since.
-        error: What to add it to.
-    """
-    for rank in sorted(silent)[:_MOST_ASKED]:
-        error.explain(f"rank {rank} has not been heard for {silent[rank]:.1f} s")
+    def silences(self) -> dict[int, float]:
+        """Return the ranks that missed beats, with the seconds of their silence."""
+        counted = self._count_silences()
+        seconds = {
+            rank: counted.get(rank, peer.silent_for)
+            for rank, peer in list(self._mesh.peers.items())
+            if peer.failure is None
+        }
+        return {rank: silence for rank, silence in seconds.items() if silence}
 
+    def unreceived(self, src: int, group: int) -> dict[int, int]:
+        """Return how many messages of a rank were read and not received, by tag."""
+        arrived = self._mesh.peers[src].inbox.unreceived()
+        message = int(Channel.MESSAGE)
+        return {
+            tag: n for (g, channel, tag), n in arrived.items() if (g, channel) == (group, message)
+        }
 
-def explain_unreceived(
-    count_unreceived: Callable[[int], dict[int, int]], error: DeadlineExceededError
-) -> None:
-    """Add to the error of a receive which other messages have arrived."""
-    for rank in error.waiting_for[:_MOST_ASKED]:
-        tags = count_unreceived(rank)
-        if tags:
-            listed = ", ".join(f"{tags[tag]} with tag {tag}" for tag in sorted(tags)[:_MOST_TAGS])
-            more = ", ..." if len(tags) > _MOST_TAGS else ""
-            error.explain(f"messages of rank {rank} lie here unreceived: {listed}{more}")
-
-
-def describe(
-    places: Iterable[str], serving: Iterable[Serving], waits_for_asker: bool = False
-) -> str:
-    """Return what a rank says of itself; empty if it has nothing to say.
-
-    Args:
-        places: Where its threads are.
-        serving: The calls that it serves.
-        waits_for_asker: Whether it waits for a message of the rank that asks, which waits for it.
-    """
-    threads, calls = list(places), list(serving)
-    served = [
-        f"it has served {call.name!r} of rank {call.src} for {call.seconds:.3g} s"
-        for call in calls
-        if not call.workers
-    ]
-    parts = [*threads[:_MOST_TOLD], *served[:_MOST_TOLD]]
-    more = len(threads) + len(served) - len(parts)
-    if waits_for_asker:
-        parts.insert(0, _CIRCLE)
-    parts += [f"and {more} more"] if more else []
-    parts += _describe_waiting([call for call in calls if call.workers])
-    return one_line("; ".join(parts), _MAX_TEXT)
-
-
-def _describe_waiting(calls: list[Serving]) -> list[str]:
-    if not calls:
-        return []
-    noun = "call waits" if len(calls) == 1 else "calls wait"
-    longest = max(call.seconds for call in calls)
-    worker = one_of(calls[0].workers, "worker")
-    return [f"{len(calls)} {noun} for {worker}, up to {longest:.3g} s now"]
-
-
-def inquire(mesh: Mesh, rank: int, deadline: Deadline) -> str | None:
-    """Ask a rank what it is doing.
-
-    Returns:
-        What it says; empty if it does not answer in time. None if there is nobody to ask, or
-        nothing to say.
-    """
-    peer = mesh.peers[rank]
-    if peer.failure is not None:
-        return None
-    try:
-        stream, seals = mesh.connections.open_stream(peer, Purpose.INQUIRY, 0, deadline)
-        connection = _connection(mesh, rank, stream, seals)
+    def answer(self, question: Question) -> Answer:
+        """Return what this rank is doing. Neither waits nor raises."""
         try:
+            answer = fit(self._answer(question))
+        except Exception:  # a defect must not end the message that the acceptor handles
+            _log.exception("rank %d could not be told what this one is doing", question.asker)
+            answer = Answer()
+        return msgspec.structs.replace(answer, number=question.number, asker=question.asker)
+
+    def _answer(self, question: Question) -> Answer:
+        ports = self._mesh.ports.all()
+        if question.calls:
+            served = [port for port in ports if port.service == question.service]
+            return describe_calls([c for port in served for c in port.describe(question.calls)])
+        return msgspec.structs.replace(
+            list_calls([port.describe(()) for port in ports]),
+            places=tuple(self._places()),
+            stacks=stacks() if question.wants_stacks else "",
+            waits_for=self._waits_for(),
+            blocked_on=self._blocked_on(),
+        )
+
+    def _waits_for(self) -> list[int]:
+        ports = self._mesh.ports.all()
+        return [
+            rank
+            for rank, peer in list(self._mesh.peers.items())
+            if peer.inbox.wanted() or any(port.calls_to_world_rank(rank) for port in ports)
+        ]
+
+    def _blocked_on(self) -> list[int]:
+        """Return the ranks for whose messages a thread of this rank waits, or has just waited.
+
+        A receive that was posted, and that no thread waits for, does not count.
+        """
+        inboxes = methods_entered(_RECEIVING)
+        asking = list(self._asking.values())
+        return [
+            rank
+            for rank, peer in list(self._mesh.peers.items())
+            if rank in asking or any(each is peer.inbox for each in inboxes)
+        ]
+
+    # -- other ranks -------------------------------------------------------------------------------
+
+    def doing_of(self, rank: int, deadline: Deadline) -> str | None:
+        """Ask a rank for which a thread waits what it is doing.
+
+        Returns:
+            What it says; empty if it does not answer in time, None if it has nothing to say.
+        """
+        visit = object()
+        try:
+            self._asking[visit] = rank
+            return text_of(self.ask(rank, deadline), self._mesh.rank)
+        finally:
+            self._asking.pop(visit, None)
+
+    def ask(
+        self, rank: int, deadline: Deadline, service: int = 0, calls: Iterable[Key] = ()
+    ) -> Answer | None:
+        """Ask a rank what it is doing, or what the calls of a service are doing.
+
+        Returns:
+            What it says, which is nothing if it has gone or is this rank; None if it does not
+            answer in time.
+        """
+        if rank == self._mesh.rank or self._mesh.failure_of(rank) is not None:
+            return Answer()
+        question = Question(0, rank, self._mesh.rank, service, tuple(calls))
+        try:
+            return self._put(question, deadline)
+        except RankwireError as error:
+            _log.debug("rank %d did not say what it is doing: %s", rank, error)
+            return Answer() if isinstance(error, ChannelClosedError) else None
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _put(self, question: Question, deadline: Deadline) -> Answer | None:
+        """Put a question to a rank; return None or raise if it does not answer in time."""
+
+    def _places(self) -> list[str]:
+        """Return where the threads of this rank are in the user's program."""
+        return places()
+
+    def _count_silences(self) -> dict[int, float]:
+        """Return the seconds of silence that this rank has counted itself."""
+        return {}
+
+
+class _Waiting:
+    def __init__(self) -> None:
+        self.has_come = runtime.Event()
+        self.answer: Answer | None = None
+
+
+class ControlInquiries(Inquiries):
+    """Asks over the control connections, or over connections of its own."""
+
+    def __init__(self, mesh: Mesh, formation: Formation) -> None:
+        super().__init__(mesh)
+        self._formation = formation
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._connections: dict[int, list[Connection]] = {}  # of asking ranks; for the acceptor
+
+    @override
+    def _put(self, question: Question, deadline: Deadline) -> Answer | None:
+        number = next(self._numbers)
+        waiting = self._waiting[number] = _Waiting()
+        question = msgspec.structs.replace(question, number=number)
+        try:
+            roll = self._mesh.roll
+            is_heard = roll.is_kept and roll.keeper not in self._count_silences()
+            if is_heard and self._formation.report(question):
+                # Half of the time: a coordinator that was stopped just now has missed no beat yet.
+                self._mesh.clock.wait(waiting.has_come, deadline.remaining() / 2)
+            return waiting.answer or self._put_directly(question, deadline)
+        except RankwireError:
+            if waiting.answer is None:
+                raise
+            return waiting.answer  # it has come over the coordinator meanwhile
+        finally:
+            self._waiting.pop(number, None)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take an answer; drop it if no thread waits for it any more."""
+        waiting = self._waiting.get(answer.number)
+        if waiting is not None:
+            waiting.answer = answer
+            waiting.has_come.set()
+
+    def _put_directly(self, question: Question, deadline: Deadline) -> Answer | None:
+        peer = self._mesh.peers[question.rank]
+        connection = self._wrap(
+            question.rank, *self._mesh.connections.open_stream(peer, Purpose.INQUIRY, 0, deadline)
+        )
+        try:
+            tell(connection, question)
             while not (frames := connection.read(deadline)):
                 if deadline.expired:
-                    raise DeadlineExceededError(deadline.limit, waiting_for=[rank])
-            text = whole_of(frames[0].payload).decode(errors="replace")
-            return one_line(text, _MAX_TEXT) or None
+                    raise DeadlineExceededError(deadline.limit, waiting_for=[question.rank])
+            message = unpack(whole_of(frames[0].payload))
+            return message if isinstance(message, Answer) else None
         finally:
             connection.close()
-    except RankwireError as error:
-        _log.debug("rank %d did not say what it is doing: %s", rank, error)
-        return None if isinstance(error, ChannelClosedError) else ""
 
+    def take(self, rank: int, stream: ByteStream, seals: Seals | None) -> None:
+        """Answer on a connection that a rank has dialled to ask. On the acceptor's thread."""
+        acceptor = self._formation.acceptor
+        assert acceptor is not None  # it calls this
+        connection = self._wrap(rank, stream, seals)
+        standing = self._connections.setdefault(rank, [])
 
-def answer(
-    mesh: Mesh, rank: int, stream: runtime.Socket | ByteStream, seals: Seals | None, text: str
-) -> None:
-    """Tell a rank that has dialled for it what this one is doing. Does not wait."""
-    connection = _connection(mesh, rank, stream, seals)
-    try:
-        payload = text.encode()
-        connection.send(_ANSWER, ([payload], len(payload)), AT_ONCE)
-    except RankwireError as error:
-        _log.debug("rank %d was not told what this one is doing: %s", rank, error)
-    finally:
-        connection.close()
+        def end(old: Connection) -> None:
+            acceptor.unwatch(old)
+            old.close()
+            standing.remove(old)
 
+        def heard(frames: list[Frame]) -> None:
+            for frame in frames:
+                message = unpack(whole_of(frame.payload))
+                if not isinstance(message, Question):
+                    raise ProtocolError("it does not ask")
+                tell(connection, self.answer(msgspec.structs.replace(message, asker=rank)))
 
-def _connection(
-    mesh: Mesh, rank: int, stream: runtime.Socket | ByteStream, seals: Seals | None
-) -> Connection:
-    """Return a connection that nobody else knows: its end says nothing of its peer."""
-    return Connection(
-        stream,
-        peer=rank,
-        max_nbytes=_MAX_NBYTES,
-        clock=mesh.clock,
-        single_copy=False,
-        seals=seals,
-    )
+        while len(standing) >= _MOST_ASKING:
+            end(standing[0])
+        standing.append(connection)
+        acceptor.watch(connection, heard, lambda error: end(connection))
+
+    def _wrap(self, rank: int, stream: ByteStream, seals: Seals | None) -> Connection:
+        """Return a connection whose end says nothing of its peer."""
+        return Connection(
+            stream,
+            peer=rank,
+            max_nbytes=MAX_MEMBER_NBYTES,
+            clock=self._mesh.clock,
+            single_copy=False,
+            seals=seals,
+        )
+
+    @override
+    def _count_silences(self) -> dict[int, float]:
+        return self._formation.silences()
+
+    def close(self) -> None:
+        """Close the connections of asking ranks, when the acceptor has stopped."""
+        for connection in itertools.chain(*self._connections.values()):
+            connection.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rankwire import runtime
 from rankwire.clock import Clock
@@ -20,33 +20,29 @@ from rankwire.deadline import Deadline
 from rankwire.environment import default_timeout, report_unknown
 from rankwire.errors import ChannelClosedError, PeerLostError, RankwireError
 from rankwire.fork import guard, invalidate
-from rankwire.links.inbox import Inbox
 from rankwire.mesh.call_port import CallPort
-from rankwire.mesh.calls import Serving
 from rankwire.mesh.connections import Connections, Ports
 from rankwire.mesh.events import PeerEvents
 from rankwire.mesh.group_ranks import GroupCallPort, GroupRanks
-from rankwire.mesh.inquiries import answer, describe, inquire
 from rankwire.mesh.message_port import Lookout, MessagePort
 from rankwire.mesh.peers import MAX_CONNECTIONS_OF_A_RANK, Peer
 from rankwire.mesh.presence import Presences
 from rankwire.mesh.roll_client import RollClient
 from rankwire.mesh.segments import Segments
 from rankwire.observe.blame import Losses, describe_failure
-from rankwire.observe.stacks import methods_entered, places
-from rankwire.observe.status import PeerStatus
 from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.shared_segment import SharedSegment
 from rankwire.wire.control_messages import AgentSays, Fallen
-from rankwire.wire.frames import Channel
 from rankwire.wire.handshake import BETWEEN_RANKS, Hello, Purpose, Status
 from rankwire.wire.seals import Seals
+
+if TYPE_CHECKING:
+    from rankwire.mesh.inquiries import Inquiries
 
 # What to do about a group with a rank that was restarted since the group was made.
 NEW_GROUP = "for collectives, all ranks make a new group: SubBackend(backend, ranks)"
 
 _FAREWELL_PATIENCE = 0.2
-_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # a thread that waits is in one of these
 
 
 class Mesh(ABC):
@@ -65,6 +61,7 @@ class Mesh(ABC):
         peers: The other ranks, by rank. A restarted rank is another peer.
         connections: Connects to them; set by the subclass, before there are peers.
         messages: Sends to them, and receives from them.
+        inquiries: What is known about them, and what they say that they are doing; set likewise.
         ports: The call ports of this rank.
         presences: What agents of this rank tell the others.
         lookout: Reads all connections, for a thread that has waited for a while.
@@ -87,6 +84,7 @@ class Mesh(ABC):
     closed: bool = False
     shares_memory = False
     connections: Connections
+    inquiries: Inquiries
 
     def __init__(
         self,
@@ -117,7 +115,6 @@ class Mesh(ABC):
         self.presences = Presences(self.tell_agent, self.lookout.await_event)
         self._close_lock = runtime.RLock()  # a callback of closing may close
         self._losses = Losses()
-        self._asking: dict[object, int] = {}  # the ranks that threads ask why they waited in vain
         guard(self, invalidate)
 
     # -- what differs ----------------------------------------------------------------------------
@@ -141,10 +138,6 @@ class Mesh(ABC):
     def opening_collective(self) -> None:
         """Note that this rank begins a collective; an exception fails it on all ranks."""
         return
-
-    def silences(self) -> dict[int, float]:
-        """Return the ranks that missed a heartbeat, with the seconds of their silence."""
-        return {}
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -201,11 +194,6 @@ class Mesh(ABC):
 
     def enter(self, hello: Hello, stream: ByteStream, seals: Seals | None) -> None:
         """Take a connection that a peer opened."""
-        if hello.purpose is Purpose.INQUIRY:
-            waits = hello.rank in self.blocked_on()
-            text = describe(self.places(), self._serving(), waits)
-            answer(self, hello.rank, stream, seals, text)
-            return
         self.connections.accept(hello, stream, seals)
 
     # -- the other ranks ---------------------------------------------------------------------------
@@ -240,58 +228,6 @@ class Mesh(ABC):
         )
         self.joins += 1
         self.events.joined(rank, incarnation)
-
-    def status_of(self, rank: int) -> PeerStatus:
-        """Return what is known about a peer."""
-        calls = sum(len(port.calls_to_world_rank(rank)) for port in self.ports.all())
-        calls_of = [call for call in self._serving() if call.src == rank]
-        serving = tuple(call.name for call in calls_of if not call.workers)
-        return replace(self.peers[rank].status(), in_flight=calls, serving=serving)
-
-    def doing_of(self, rank: int, deadline: Deadline) -> str | None:
-        """Ask a rank what it is doing; return None if no rank can be asked."""
-        if rank == self.rank:
-            return None
-        visit = object()
-        try:
-            self._asking[visit] = rank
-            return inquire(self, rank, deadline)
-        finally:
-            self._asking.pop(visit, None)
-
-    def blocked_on(self) -> list[int]:
-        """Return the ranks for whose messages a thread of this rank waits, or has just waited.
-
-        A receive that was posted, and that no thread waits for, does not count.
-        """
-        inboxes = methods_entered(_RECEIVING)
-        asking = list(self._asking.values())
-        return [
-            rank
-            for rank, peer in list(self.peers.items())
-            if rank in asking or any(each is peer.inbox for each in inboxes)
-        ]
-
-    def unreceived(self, src: int, group: int) -> dict[int, int]:
-        """Return how many messages of a rank were read and not received, by tag."""
-        arrived = self.peers[src].inbox.unreceived()
-        message = int(Channel.MESSAGE)
-        return {
-            tag: n for (g, channel, tag), n in arrived.items() if (g, channel) == (group, message)
-        }
-
-    def waiting_on(self) -> list[int]:
-        """Return the ranks that this rank expects messages or replies from."""
-        found = (self.status_of(rank) for rank in list(self.peers))
-        return [peer.rank for peer in found if peer.waiting_for or peer.in_flight]
-
-    def places(self) -> list[str]:
-        """Return where the threads of this rank are in the user's program."""
-        return places()
-
-    def _serving(self) -> list[Serving]:
-        """Return the calls that this rank serves."""
-        return [call for port in self.ports.all() for call in port.serving()]
 
     # -- leaving ---------------------------------------------------------------------------------
 

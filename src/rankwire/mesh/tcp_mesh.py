@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
@@ -23,31 +22,34 @@ from rankwire.errors import (
     ProtocolError,
     RankwireError,
 )
+from rankwire.mesh.inquiries import ControlInquiries
 from rankwire.mesh.mesh import NEW_GROUP, Mesh
 from rankwire.mesh.peers import Peer
 from rankwire.mesh.roll_client import RollClient
 from rankwire.mesh.segments import Segments
 from rankwire.mesh.tcp_connections import Introductions, TcpConnections, Transport
-from rankwire.observe.stacks import stacks
-from rankwire.observe.status import PeerStatus
 from rankwire.override import override
 from rankwire.rendezvous.formation import Formation
 from rankwire.rendezvous.runtime_dir import remove_socket_file
 from rankwire.texts import name_ranks
+from rankwire.transports.byte_stream import ByteStream
 from rankwire.transports.shared_memory import CAN_SHARE
 from rankwire.transports.spin import DEFAULT_SPIN, share_cores
 from rankwire.wire.control_messages import (
     AgentSays,
-    Doing,
+    Answer,
     Fallen,
     Gone,
     Joined,
     Member,
     Notice,
+    Question,
     Suspected,
     World,
 )
+from rankwire.wire.handshake import Hello, Purpose
 from rankwire.wire.protocol import left
+from rankwire.wire.seals import Seals
 
 _log = logging.getLogger("rankwire")
 
@@ -80,6 +82,7 @@ class TcpMesh(Mesh):
     """
 
     shares_memory = CAN_SHARE
+    inquiries: ControlInquiries
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class TcpMesh(Mesh):
         self.ranks_return = ranks_return
         self.formation = make_formation(owner=self)
         self.security = self.formation.policy.mode
+        self.inquiries = ControlInquiries(self, self.formation)
         self.roll = RollClient(self.formation.report)
         try:
             self.formation.form(Deadline(join_timeout, clock))
@@ -199,9 +203,20 @@ class TcpMesh(Mesh):
     def tell_agent(self, says: AgentSays) -> bool:
         return self.formation.report(says)
 
-    def describe_doing(self) -> Doing:
-        """Return what this process does, for those who wait for it."""
-        return Doing(stacks(), self.waiting_on(), self.blocked_on())
+    def on_question(self, question: Question) -> Answer:
+        """Return what this process is doing."""
+        return self.inquiries.answer(question)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Pass the answer to a question of this rank on."""
+        self.inquiries.on_answer(answer)
+
+    @override
+    def enter(self, hello: Hello, stream: ByteStream, seals: Seals | None) -> None:
+        if hello.purpose is Purpose.INQUIRY:
+            self.inquiries.take(hello.rank, stream, seals)
+        else:
+            super().enter(hello, stream, seals)
 
     def on_suspected(self, suspected: Suspected) -> None:
         """Hear from the control plane that a rank has become silent, or is heard again."""
@@ -257,22 +272,6 @@ class TcpMesh(Mesh):
             if not peer.is_judged_within(patience):
                 acceptor.catch_up(Deadline(_LATE_NEWS_PATIENCE, self.clock))
 
-    def status_of(self, rank: int) -> PeerStatus:
-        """Return what is known about a peer; its silence by this rank's own count if it has one."""
-        status = super().status_of(rank)
-        silences = self.formation.silences()
-        return replace(status, silent_for=silences.get(status.rank, status.silent_for))
-
-    @override
-    def silences(self) -> dict[int, float]:
-        counted = self.formation.silences()
-        seconds = {
-            rank: counted.get(rank, peer.silent_for)
-            for rank, peer in self.peers.items()
-            if peer.failure is None
-        }
-        return {rank: silence for rank, silence in seconds.items() if silence}
-
     # -- leaving -----------------------------------------------------------------------------------
 
     @override
@@ -289,4 +288,5 @@ class TcpMesh(Mesh):
     @override
     def depart(self) -> None:
         self.formation.close()
+        self.inquiries.close()
         self.introductions.join()

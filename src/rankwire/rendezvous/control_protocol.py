@@ -18,9 +18,8 @@ from rankwire.wire.control_messages import (
     SHORTEST_FAIL_AFTER,
     AgentAnswer,
     AgentSays,
-    Ask,
+    Answer,
     Beat,
-    Doing,
     Failed,
     Fallen,
     Gone,
@@ -29,6 +28,7 @@ from rankwire.wire.control_messages import (
     Known,
     Message,
     Notice,
+    Question,
     Suspected,
     Waiting,
     World,
@@ -43,7 +43,6 @@ class Standing(NamedTuple):
         is_formed: Whether it is a member of a formed world; a rank that rejoins is not yet.
         coordinator: The coordinator's rank, or -1.
         was_absent: Whether ranks may have given up the coordinator, which was stopped recently.
-        was_asked: Whether it has not yet answered an ``Ask``.
     """
 
     rank: int
@@ -52,7 +51,6 @@ class Standing(NamedTuple):
     coordinator: int
     was_absent: bool
     has_fallen: bool
-    was_asked: bool = False
 
 
 def objection(message: Message, by: Standing) -> str:
@@ -107,11 +105,11 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     Fallen: _fallen,
     Gone: _gone,
     Known: _once_formed("whom it knows"),
-    Doing: lambda message, by: "" if by.was_asked else "what it does, unasked",
+    Question: _once_formed("whom it asks"),
+    Answer: _once_formed("what it does"),
     Notice: _notice,
     AgentSays: _once_formed("what its agents do"),
     Joined: _never("that a rank is back"),
-    Ask: _never("that it wants to know what the coordinator does"),
     Waiting: _never("who is missing"),
     World: _never("who is in the world"),
     Failed: _never("that the world will not form"),
@@ -123,12 +121,13 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
 def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE) -> None:
     """Send a control message, by default without waiting; if that fails, fail the connection.
 
-    Beats and notices that are not sent in time are dropped instead: another beat follows, and a
-    rank asks again before its deadline.
+    What comes too late to be of use is dropped instead if it is not sent in time: another beat
+    follows, a rank reports again before its deadline, and no rank waits long for an answer.
     """
     payload = pack(message)
     try:
         connection.send(CONTROL, ([payload], len(payload)), deadline)
     except RankwireError as error:
-        if not (isinstance(message, Beat | Notice) and isinstance(error, DeadlineExceededError)):
+        may_drop = isinstance(message, Beat | Notice | Question | Answer)
+        if not (may_drop and isinstance(error, DeadlineExceededError)):
             connection.fail(error)

@@ -43,7 +43,7 @@ from rankwire.wire.control_messages import (
     DEFAULT_PATIENCE,
     MAX_MEMBER_NBYTES,
     AgentSays,
-    Doing,
+    Answer,
     Failed,
     Fallen,
     Gone,
@@ -52,6 +52,7 @@ from rankwire.wire.control_messages import (
     Member,
     Notice,
     Patience,
+    Question,
     Waiting,
     gone_by,
     unpack,
@@ -197,10 +198,10 @@ class Coordinator:
                     self._reachability.check(self.watch.controls[rank], message)
                 case Known():
                     self.watch.take_known(rank, message)
-                case Notice() | AgentSays():
+                case Notice() | AgentSays() | Question():
                     self.watch.take_report(rank, message)
-                case Doing():
-                    self.watch.reports.take_doing(rank, message)
+                case Answer():
+                    self.watch.reports.take_answer(rank, message)
                 case Fallen():
                     self.watch.take_fallen(rank, message, self._roster.members)
                     return
@@ -217,7 +218,6 @@ class Coordinator:
             coordinator=self._roster.coordinator,
             was_absent=watch.was_absent(),
             has_fallen=rank in watch.fallen,
-            was_asked=watch.reports.is_asked(rank),
         )
 
     def _answered(self, connection: Connection, join: Join, trouble: str) -> None:

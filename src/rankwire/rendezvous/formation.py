@@ -37,7 +37,7 @@ from rankwire.transports.tcp_stream import (
     listen_tcp,
     start_listening,
 )
-from rankwire.wire.control_messages import AgentSays, Fallen, Member, Notice, Patience, World
+from rankwire.wire.control_messages import Fallen, Member, Patience, Report, World
 from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Status
 from rankwire.wire.keys import KEY_NBYTES
 from rankwire.wire.seals import Seals
@@ -244,6 +244,8 @@ class Formation:
                 on_suspected=self.owner.on_suspected,
                 on_notice=self.owner.on_notice,
                 on_agent_answer=self.owner.on_agent_answer,
+                on_question=self.owner.on_question,
+                on_answer=self.owner.on_answer,
             ),
         )
         start_listening(listener)
@@ -300,8 +302,8 @@ class Formation:
         assert self._coordinator is not None
         self._coordinator.enter(hello.rank, sock, seals)
 
-    def report(self, message: Notice | AgentSays, patience: float = 0.0) -> bool:
-        """Send the coordinator a report, and wait ``patience`` seconds until it is sent.
+    def report(self, message: Report, patience: float = 0.0) -> bool:
+        """Send the coordinator a report or a question; wait ``patience`` seconds until it is sent.
 
         Safe from any thread. Returns False in a world of one rank, which has no coordinator.
         """

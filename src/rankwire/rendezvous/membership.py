@@ -16,15 +16,15 @@ from rankwire.rendezvous.control_protocol import tell
 from rankwire.rendezvous.heartbeat import Silence
 from rankwire.wire.control_messages import (
     AgentAnswer,
-    AgentSays,
-    Ask,
+    Answer,
     Beat,
-    Doing,
     Fallen,
     Gone,
     Joined,
     Known,
     Notice,
+    Question,
+    Report,
     Suspected,
     World,
     unpack,
@@ -43,8 +43,12 @@ class Audience(Protocol):
     def on_joined(self, joined: Joined) -> None:
         """Handle that a restarted rank will dial, and can be dialled."""
 
-    def describe_doing(self) -> Doing:
-        """Return what this process does, for the ranks that wait for it."""
+    def on_question(self, question: Question) -> Answer:
+        """Return what this process is doing."""
+        ...
+
+    def on_answer(self, answer: Answer) -> None:
+        """Handle the answer to a question of this rank."""
 
     def on_suspected(self, suspected: Suspected) -> None:
         """Handle that a rank has become silent, or is heard again."""
@@ -100,15 +104,17 @@ class Membership:
                     self._audience.on_joined(joined)
                     member = joined.member
                     tell(self._control, Known(member.rank, member.incarnation))
-                case Ask():
-                    tell(self._control, self._audience.describe_doing())
+                case Question() as question:
+                    tell(self._control, self._audience.on_question(question))
+                case Answer() as answer:
+                    self._audience.on_answer(answer)
                 case Notice() as notice:
                     self._audience.on_notice(notice)
                 case AgentAnswer(number):
                     self._audience.on_agent_answer(number)
 
-    def report(self, message: Notice | AgentSays) -> None:
-        """Send the coordinator a report about a collective or an agent."""
+    def report(self, message: Report) -> None:
+        """Send the coordinator a report about a collective or an agent, or a question."""
         if not self.has_ended:
             tell(self._control, message)
 

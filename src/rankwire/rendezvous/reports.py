@@ -1,9 +1,12 @@
-"""Pass on what ranks report to the coordinator about collectives and agents."""
+"""Pass on what ranks report to the coordinator, ask each other, and answer."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from rankwire.links.connection import Connection
 from rankwire.rendezvous.control_protocol import tell
@@ -11,14 +14,20 @@ from rankwire.rendezvous.roll import Answers, Attendance, Roll
 from rankwire.wire.control_messages import (
     AgentAnswer,
     AgentSays,
-    Ask,
-    Doing,
+    Answer,
     Gone,
     Member,
     Notice,
+    Question,
     Suspected,
     World,
 )
+
+_log = logging.getLogger("rankwire")
+
+_MOST_OPEN = 64  # questions of one rank that are passed on and not answered
+_OPEN_FOR = 1.0  # seconds; no rank waits so long for an answer
+_SUMMARY = -1  # asks for the summary of a failure
 
 
 class Told(NamedTuple):
@@ -31,7 +40,9 @@ class Told(NamedTuple):
         on_suspected: A rank has become silent, or is heard again.
         on_hopeless: Another rank will never join; called once, after waiting ranks were notified.
         on_joined: A restarted rank is back; called when the others are notified.
-        on_doing: A rank has reported what it does and which ranks it waits for.
+        on_doing: A rank for which a failed one had waited has said what it is doing.
+        on_question: Returns what the coordinator's own rank is doing.
+        on_answer: A question of the coordinator's own rank is answered.
         on_notice: A notice about a collective, for the coordinator's own rank.
         ending_of: Returns how the process of a rank ended whose connection closed without a
             message; empty if that is not known yet.
@@ -43,18 +54,24 @@ class Told(NamedTuple):
     on_suspected: Callable[[Suspected], None] = lambda suspected: None
     on_hopeless: Callable[[str], None] = lambda reason: None
     on_joined: Callable[[Member], None] = lambda member: None
-    on_doing: Callable[[int, Doing], None] = lambda rank, doing: None
+    on_doing: Callable[[int, Answer], None] = lambda rank, doing: None
+    on_question: Callable[[Question], Answer] = lambda question: Answer()
+    on_answer: Callable[[Answer], None] = lambda answer: None
     on_notice: Callable[[Notice], None] = lambda notice: None
     ending_of: Callable[[int], str] = lambda rank: ""
     on_agent_answer: Callable[[int], None] = lambda number: None
+
+
+class _Asked(NamedTuple):
+    rank: int
+    at: float
 
 
 class Reports:
     """Keeps the reports of ranks, and notifies the ranks that need them. For one thread.
 
     The coordinator changes ``controls``, the control connections by rank. ``roll`` has the
-    collectives in which ranks wait; ``asked`` has the ranks that were asked what they do, and
-    whether they have answered.
+    collectives in which ranks wait.
     """
 
     def __init__(
@@ -64,22 +81,25 @@ class Reports:
         controls: Mapping[int, Connection],
         *,
         is_member: Callable[[int], bool],
+        now: Callable[[], float],
         told: Told,
     ) -> None:
         self._coordinator = coordinator
         self._controls = controls
         self._is_member = is_member
+        self._now = now
         self._told = told
         self._attendance = Attendance()
         self.roll = Roll(world_size)
-        self.asked: dict[int, bool] = {}
+        self._open: dict[int, dict[int, _Asked]] = {}  # questions, by asker and number
+        self._summarized: set[int] = set()  # ranks that were asked for the summary
 
     def take_notice(self, rank: int, notice: Notice) -> None:
         """Take a rank's report about a collective."""
         for other, told in self.roll.hear(rank, notice):
             if other == self._coordinator:
                 self._told.on_notice(told)
-            elif other in self._controls and self._is_member(other):
+            elif self._has(other):
                 tell(self._controls[other], told)
 
     def take_agent(self, rank: int, says: AgentSays) -> None:
@@ -101,16 +121,47 @@ class Reports:
     def ask(self, ranks: Iterable[int]) -> None:
         """Ask ranks what they do, each once. To be called before they learn of a failure."""
         for rank in ranks:
-            if rank in self._controls and rank not in self.asked and self._is_member(rank):
-                self.asked[rank] = False
-                tell(self._controls[rank], Ask())
+            if rank not in self._summarized and self._has(rank):
+                self._summarized.add(rank)
+                self.take_question(_SUMMARY, Question(rank, rank, wants_stacks=True))
 
-    def is_asked(self, rank: int) -> bool:
-        """Return whether a rank was asked what it does, and has not answered."""
-        return self.asked.get(rank) is False
+    def take_question(self, asker: int, question: Question) -> None:
+        """Pass a question on; drop it if the asker has too many open, or if it asks in vain."""
+        question = replace(question, asker=asker)
+        if question.rank == self._coordinator:
+            self._deliver(question.rank, self._told.on_question(question))
+            return
+        asked, now = self._open.setdefault(asker, {}), self._now()
+        if len(asked) >= _MOST_OPEN and asker != _SUMMARY:
+            self._open[asker] = asked = {
+                number: each for number, each in asked.items() if now - each.at < _OPEN_FOR
+            }
+        if self._has(question.rank) and (len(asked) < _MOST_OPEN or asker == _SUMMARY):
+            asked[question.number] = _Asked(question.rank, now)
+            tell(self._controls[question.rank], question)
 
-    def take_doing(self, rank: int, doing: Doing) -> None:
-        """Take a rank's answer, and ask the ranks that it waits for."""
-        self.asked[rank] = True
-        self._told.on_doing(rank, doing)
-        self.ask(doing.waits_for)
+    def take_answer(self, rank: int, answer: Answer) -> None:
+        """Pass an answer on to the rank that has asked; drop it if none has, or no longer waits."""
+        asked = self._open.get(answer.asker, {})
+        if answer.number in asked and asked[answer.number].rank == rank:
+            del asked[answer.number]
+            self._deliver(rank, answer)
+        else:
+            _log.debug("rank %d answers a question that nobody has asked", rank)
+
+    def _deliver(self, rank: int, answer: Answer) -> None:
+        if answer.asker == _SUMMARY:
+            self._told.on_doing(rank, answer)
+            self.ask(answer.waits_for)  # of a circle too: each is asked once
+        elif answer.asker == self._coordinator:
+            self._told.on_answer(answer)
+        elif self._has(answer.asker):
+            tell(self._controls[answer.asker], answer)
+
+    def _has(self, rank: int) -> bool:
+        return rank in self._controls and self._is_member(rank)
+
+    def forget_questions(self, rank: int) -> None:
+        """Forget what a rank has asked whose control connection has ended; it may come back."""
+        self._open.pop(rank, None)
+        self._summarized.discard(rank)

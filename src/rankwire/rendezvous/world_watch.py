@@ -18,7 +18,6 @@ from rankwire.rendezvous.heartbeat import Silence
 from rankwire.rendezvous.reports import Reports, Told
 from rankwire.rendezvous.roster import FormedWorld, Rejoins
 from rankwire.wire.control_messages import (
-    AgentSays,
     Beat,
     Fallen,
     Gone,
@@ -26,6 +25,8 @@ from rankwire.wire.control_messages import (
     Message,
     Notice,
     Patience,
+    Question,
+    Report,
     gone_by,
 )
 
@@ -60,7 +61,12 @@ class WorldWatch:
         self._world: FormedWorld | None = None
         self.rejoins = Rejoins()
         self.reports = Reports(
-            world_size, coordinator, self.controls, is_member=self.is_member, told=told
+            world_size,
+            coordinator,
+            self.controls,
+            is_member=self.is_member,
+            now=acceptor.clock.now,
+            told=told,
         )
 
     def begin(self, world: FormedWorld, patience: Patience) -> None:
@@ -130,7 +136,7 @@ class WorldWatch:
     def ended(self, rank: int, error: RankwireError) -> None:
         """Report a rank whose control connection has ended."""
         self._silence.forget(rank)
-        self.reports.asked.pop(rank, None)
+        self.reports.forget_questions(rank)
         is_on_its_way = self.rejoins.is_under_way(rank)
         is_unknown = is_on_its_way and not self.rejoins.fall_back(rank)
         if rank not in self._given_up and not is_unknown:
@@ -140,10 +146,12 @@ class WorldWatch:
         self.rejoins.excuse(rank)
         self.welcome_back()
 
-    def take_report(self, rank: int, message: Notice | AgentSays) -> None:
-        """Take the report of a rank, and notify the ranks that need it."""
+    def take_report(self, rank: int, message: Report) -> None:
+        """Take the report or question of a rank, and notify the ranks that need it."""
         if isinstance(message, Notice):
             self.reports.take_notice(rank, message)
+        elif isinstance(message, Question):
+            self.reports.take_question(rank, message)
         elif rank not in self._given_up:
             self.reports.take_agent(rank, message)
 

@@ -14,14 +14,14 @@ rank the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.deadline import Deadline
-from rankwire.errors import CircularCallError, InvalidMessageError
+from rankwire.errors import CircularCallError
 from rankwire.mesh.call_port import CallPort
 from rankwire.rpc.call import Call, MadeCall, Wait
-from rankwire.texts import one_line
+from rankwire.wire.control_messages import ActiveCall, Key
 
 if TYPE_CHECKING:
     from rankwire.rpc.server import Server
@@ -34,30 +34,8 @@ _SECOND_CHECK = 0.1  # seconds after a cycle was seen for the first time
 _CHECK_LIMIT = 0.5  # seconds for asking all ranks concerned; unknown calls count as making progress
 _MOST_CALLS = 1000
 
-_MAX_CALLS = 8192  # in one report; 4096 may wait for workers by default
-_MAX_NUMBER = 1 << 64  # an attacker could send many wider numbers with the same hash
 
-
-class Key(NamedTuple):
-    """The identity of a call in the whole world."""
-
-    rank: int  # the callee
-    src: int  # the caller
-    request_id: int
-
-
-class ActiveCall(NamedTuple):
-    """What the callee reports of a call."""
-
-    name: str
-    depth: int
-    seconds: float  # since it arrived
-    doing: str  # in words that follow the name
-    needs: tuple[Key, ...] = ()  # one of these has to end before it continues; empty if it runs
-    wait: int = 0  # identifies the wait of its thread; 0 if it does not wait
-
-
-Ask = Callable[[int, Iterable[Key], Deadline], dict[Key, ActiveCall] | None]
+Ask = Callable[[int, Collection[Key], Deadline], dict[Key, ActiveCall] | None]
 # The calls that were asked about; None for those that their rank does not know.
 Picture = Mapping[Key, ActiveCall | None]
 
@@ -124,51 +102,6 @@ def _closure(first: set[Key], following: Mapping[Key, Iterable[Key]]) -> set[Key
         reached |= new
         frontier += new
     return reached
-
-
-# -- encoding: reports are values of ordinary replies ----------------------------------------------
-
-
-def pack(calls: Mapping[Key, ActiveCall]) -> list[Any]:
-    """Return a report as plain values."""
-    return [
-        [list(key), *call[:4], [list(need) for need in call.needs], call.wait]
-        for key, call in calls.items()
-    ]
-
-
-def unpack(value: Any, rank: int, world_size: int) -> dict[Key, ActiveCall]:
-    """Return the report of a rank on calls that it serves; raises ``InvalidMessageError``."""
-    if type(value) is not list or len(value) > _MAX_CALLS:
-        raise InvalidMessageError(f"a report of calls is not a list of up to {_MAX_CALLS} calls")
-    told = dict(map(_unpack_one, value))
-    ranks = range(world_size)
-    if any(key.rank != rank or any(n.rank not in ranks for n in told[key].needs) for key in told):
-        raise InvalidMessageError(
-            "a report names calls of other ranks, or a rank that does not exist"
-        )
-    return told
-
-
-def _unpack_one(item: Any) -> tuple[Key, ActiveCall]:
-    match item:
-        case [list(key), str(name), int(depth), float(seconds), str(doing), list(needs), int(wait)]:
-            own = unpack_keys([key])[0]
-            name, doing = one_line(name), one_line(doing)
-            return own, ActiveCall(name, depth, seconds, doing, tuple(unpack_keys(needs)), wait)
-    raise InvalidMessageError("the report of a call is malformed")
-
-
-def unpack_keys(values: Iterable[Any]) -> list[Key]:
-    """Return keys from plain values; raises as ``unpack`` does."""
-    keys: list[Key] = []
-    for value in values:
-        if type(value) is not list or [type(part) for part in value] != [int, int, int]:
-            raise InvalidMessageError("the key of a call is not [rank, src, request id]")
-        if not 0 <= min(value) <= max(value) < _MAX_NUMBER:
-            raise InvalidMessageError("the key of a call has a number out of range")
-        keys.append(Key(*value))
-    return keys
 
 
 # -- waiting ---------------------------------------------------------------------------------------
@@ -239,7 +172,7 @@ class NestedWaits:
                 seen = self._check(key, deadline)
                 if seen and suspected and seen.evidence == suspected.evidence:
                     if seen.gives_up == key:
-                        raise _error_of(seen)
+                        raise self._error_of(seen)
                     seen = None  # another call of the cycle gives up
                 suspected = seen
                 interval = min(interval * _INTERVAL_GROWTH, _LONGEST_INTERVAL)
@@ -260,8 +193,7 @@ class NestedWaits:
             picture.update(answer)
         return find_cycle(picture, start)
 
-
-def _error_of(cycle: CallCycle) -> CircularCallError:
-    pairs = zip(cycle.members, cycle.calls, strict=True)
-    doing = [call.doing for call in cycle.calls]
-    return CircularCallError([(key.rank, call.name) for key, call in pairs], doing)
+    def _error_of(self, cycle: CallCycle) -> CircularCallError:
+        world = self._server.active.world
+        named = [(world.index(call.key.rank), call.name) for call in cycle.calls]
+        return CircularCallError(named, [call.doing for call in cycle.calls])

@@ -56,9 +56,9 @@ class Caller:
         # of an agent that this rank had before.
         self._ids = itertools.count(runtime.randbits(31) << 32)
         self._server = server
-        self._inquiries = CallInquiries(backend, port, codec, self._ids, server)
+        self._inquiries = CallInquiries(backend, port, server)
         self._nested_waits = NestedWaits(server, self._inquiries.ask)
-        self.futures = PendingFutures(self, self._allowance, self._inquiries)
+        self.futures = PendingFutures(self, codec, self._allowance, self._inquiries)
 
     def activity(self) -> tuple[int, int]:
         """Return how many calls wait for a reply, and a number that every call increases."""
@@ -252,7 +252,7 @@ class Caller:
             return False
         self._codec.undo(message)
         try:
-            self._inquiries.request(dst, RESERVE, (request_id, nbytes), deadline)
+            self._ask_for_space(dst, request_id, nbytes, deadline)
         except BaseException as error:
             if isinstance(error, DeadlineExceededError):
                 error.explain(
@@ -262,6 +262,20 @@ class Caller:
             self._cancel_reservation(dst, request_id)
             raise
         return True
+
+    def _ask_for_space(self, dst: int, request_id: int, nbytes: int, deadline: Deadline) -> None:
+        """Send a request that the polling thread of a rank answers, and wait for the answer."""
+        left, arguments = deadline.remaining(), (request_id, nbytes)
+        message = encode_request(self._codec, RESERVE, left, [], arguments, {})
+        reply = self._port.call(dst, next(self._ids), message, deadline)
+        assert reply is not None  # such requests are not limited
+        try:
+            decode_reply(self._codec, reply.wait(deadline), dst, deadline.limit)
+        except RankwireError:
+            raise
+        except BaseException:  # an interrupt, perhaps before ``wait`` began
+            reply.withdraw()
+            raise
 
     def _cancel_reservation(self, dst: int, request_id: int) -> None:
         self._allowance.give_back(request_id)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
+from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
@@ -35,14 +36,16 @@ _CHECK_EVERY = 0.05  # seconds
 class PendingFutures:
     """Ends the futures of one agent. Every method is safe from any thread."""
 
-    def __init__(self, caller: Caller, allowance: Allowance, inquiries: CallInquiries) -> None:
+    def __init__(
+        self, caller: Caller, codec: Codec, allowance: Allowance, inquiries: CallInquiries
+    ) -> None:
         self.pending: dict[int, RpcFuture[Any]] = {}  # by request id
         # Guards whether a future has a condition, and the end of one that has none. A leaf.
         self.lock = runtime.RLock()
         self.drive = caller.drive
         self._caller = caller
         self.port = inquiries.port
-        self._codec = inquiries.codec
+        self._codec = codec
         self._allowance = allowance
         self._inquiries = inquiries
         self._clock = inquiries.backend.clock

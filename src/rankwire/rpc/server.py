@@ -1,8 +1,4 @@
-"""The serving side of an agent: requests become calls in service, or are refused at once.
-
-Other ranks may ask what became of their calls (``INQUIRY``); the polling thread answers at once,
-whatever the functions do.
-"""
+"""The serving side of an agent: requests become calls in service, or are refused at once."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ from rankwire.errors import (
 from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.calls import CallCancelled, CallerGone, IncomingCall, RepliesDue
 from rankwire.rpc.call import Call, describe_chain, serving
-from rankwire.rpc.call_cycles import pack, unpack_keys
-from rankwire.rpc.call_inquiries import INQUIRY, ServedCalls
+from rankwire.rpc.call_inquiries import ServedCalls
 from rankwire.rpc.messages import (
     Outcome,
     Request,
@@ -72,7 +67,7 @@ class Server:
             return self.replies.deferred.check() | on_check()
 
         self.pool = Pool(JobSource(self._poll, port.wake, check, on_end), limits, backend.clock)
-        self.active = ServedCalls(backend.rank, limits.workers, self.pool.queue)
+        self.active = ServedCalls(backend.world, backend.rank, limits.workers, self.pool.queue)
         self.reservations = Reservations(max_queued_nbytes, limits.max_queued)
         self.replies = Replies(
             backend,
@@ -83,7 +78,7 @@ class Server:
             expect_work=self.pool.expect_work,
         )
         self.event_loop = EventLoop(backend.clock)
-        port.tell_serving(self.active.serving)
+        port.describe = self.active.describe
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -142,8 +137,6 @@ class Server:
     def _answer_or_resolve(
         self, call: IncomingCall, request: Request, function: Function | None
     ) -> tuple[Function | None, Message | None]:
-        if function is None and request.name == INQUIRY:
-            return None, self._answer_inquiry(request)
         if self._draining:
             return None, self.replies.closed(began=False)
         if request.name == RESERVE:
@@ -224,14 +217,7 @@ class Server:
                 self._cancel_job(job)
         self.reservations.caller_gone(event.src, event.origin)
 
-    # -- reports -----------------------------------------------------------------------------------
-
-    def _answer_inquiry(self, request: Request) -> Message:
-        try:
-            keys = unpack_keys(request.args)
-        except InvalidMessageError as error:
-            return self.replies.refusal(Outcome.BAD_REQUEST, error.message)
-        return encode_result(self._codec, pack(self.active.describe(keys)))
+    # -- threads -----------------------------------------------------------------------------------
 
     def is_run_here(self, call: Call) -> bool:
         """Return whether the calling thread runs the function of this call."""
@@ -239,8 +225,6 @@ class Server:
         if worker is not None:
             return worker.pool is self.pool and worker.ident == runtime.get_ident()
         return self.event_loop.ident == runtime.get_ident()
-
-    # -- threads -----------------------------------------------------------------------------------
 
     def drain(self, deadline: Deadline, is_quiet: Callable[[], bool]) -> None:
         """Refuse new calls, and wait until running ones are done and ``is_quiet()``."""

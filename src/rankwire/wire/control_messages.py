@@ -1,14 +1,13 @@
 """The messages between coordinator and members on a control connection.
 
-Each travels as the payload of one frame on the control channel. A member's messages are short; the
-coordinator's grow with the world. No message is a map whose keys the sender chooses. ``unpack``
-makes texts short and printable, whatever the peer wrote.
+Each is the payload of a frame. No message is a map whose keys the sender chooses. ``unpack`` makes
+texts short and printable, whatever the peer wrote.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -17,22 +16,19 @@ from rankwire.errors import InvalidMessageError
 from rankwire.texts import MAX_REASON, NAME, one_line, printable
 from rankwire.wire.frames import WORLD_GROUP, Channel
 
-# The envelope of all control messages.
-CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)
+CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)  # the envelope of all control messages
 # A member's longest message has a traceback: 32768 characters of at most four bytes.
 MAX_MEMBER_NBYTES = 256 << 10
-# The coordinator's longest message has a ``Member`` for every rank: 150 bytes mostly, 600 with the
-# longest names (255 for a host, 107 for a socket file).
+# A ``Member`` has 150 bytes mostly, 600 with the longest names.
 _NBYTES_PER_MEMBER = 1024
-# A longer list of ranks that missed a beat tells the reader nothing more.
-MAX_SILENT = 4096
-# Of the ranks that a rank was waiting for, one is enough to find the cause.
-MAX_WAITED_FOR = 64
+MAX_SILENT = 4096  # a longer list of ranks that missed a beat tells the reader nothing more
+MAX_ANSWER_NBYTES = 64 << 10  # a new connection between hosts takes 80 kB at once
+MAX_WAITED_FOR = 64  # of the ranks that a rank was waiting for, one is enough to find the cause
+_MOST_CALLS = 4096  # of which one question may ask
 MOST_BEFORE = 8  # earlier operations that a report lists
 _MOST_MEMBERS = 16384
 _MOST_DESCRIPTIONS = 2
-# Characters; descriptions have about 1,000. A shortened one would count as another operation.
-_MAX_DESCRIPTION = 2000
+_MAX_DESCRIPTION = 2000  # characters; mostly 1,000. A shortened one would be another operation.
 _MAX_TEXT = 4000
 _MAX_WHERE = 300
 _NUMBER = msgspec.Meta(ge=-(1 << 62), le=1 << 62)
@@ -45,7 +41,6 @@ def max_coordinator_nbytes(world_size: int) -> int:
 
 
 def _meta(longest: int) -> msgspec.Meta:
-    """Return the constraint for a text that is printed: short and printable."""
     return msgspec.Meta(max_length=longest, pattern=NAME)
 
 
@@ -80,8 +75,7 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 DEFAULT_PATIENCE = Patience(5.0, 30.0)
-# With a lower limit, ranks that are alive would count as lost, and one rank could end the world by
-# asking for it.
+# With a lower limit, ranks that live would count as lost, and one rank could end the world by it.
 SHORTEST_FAIL_AFTER = 0.1
 _SHORTEST_BEAT = 0.01
 
@@ -169,16 +163,72 @@ class Known(msgspec.Struct, frozen=True, tag="known"):
     incarnation: int
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Coordinator to a member: other ranks have waited too long for you; what are you doing?"""
+class Key(NamedTuple):
+    """A call, by world ranks."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0)]  # the callee
+    src: Annotated[int, msgspec.Meta(ge=0)]  # the caller
+    request_id: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Doing(msgspec.Struct, frozen=True, tag="doing"):
-    """Member to coordinator: this is what I am doing."""
+class Question(msgspec.Struct, frozen=True, tag="question", omit_defaults=True):
+    """What are you doing? To the coordinator, which passes it on, or to the asked rank itself.
 
-    stacks: str  # where its threads are in the user's program
-    waits_for: list[int] = []  # the ranks that it expects messages or replies from
-    blocked_on: list[int] = []  # those of them that a thread is waiting for
+    Attributes:
+        number: Chosen by the asker; the answer repeats it.
+        rank: The rank that is asked.
+        asker: The rank that asks, filled in by the receiver; -1 for the launcher's summary.
+        service: The agent that serves ``calls``.
+        calls: The calls to describe; if empty, the calls in service are listed.
+        wants_stacks: Whether whole stacks are wanted too.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    rank: int
+    asker: int = -1
+    service: Annotated[int, msgspec.Meta(ge=0)] = 0
+    calls: tuple[Key, ...] = ()
+    wants_stacks: bool = False
+
+
+class ActiveCall(msgspec.Struct, frozen=True, array_like=True):
+    """What the callee says of a call in service; of one that is only listed, the first five."""
+
+    key: Key
+    name: str
+    age: float  # seconds since it arrived
+    ran: float = 0.0  # seconds since its function began; its age if no worker runs it
+    workers: int = 0  # if it waits for a worker, of how many one has to be free first
+    depth: int = 0
+    doing: str = ""  # in words that follow the name
+    needs: tuple[Key, ...] = ()  # one of these has to end before it continues; empty if it runs
+    wait: int = 0  # identifies the wait of its thread; 0 if it does not wait
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
+    """What a rank is doing.
+
+    Attributes:
+        number: As in the question, like ``asker``.
+        places: Where its threads are in the user's program, one line each.
+        stacks: Their stacks, if they were wanted.
+        waits_for: The ranks that it expects messages or replies from.
+        blocked_on: Those of them that a thread is waiting for.
+        calls: The calls that the question names, and those here that they need; or else the calls
+            in service, of those that wait for a worker only the oldest of each agent.
+        queued: How many calls wait for a worker.
+        needs: What each of ``calls`` needs that waits for a worker: once, for it may be long.
+    """
+
+    number: int = 0
+    asker: int = -1
+    places: tuple[str, ...] = ()
+    stacks: str = ""
+    waits_for: list[int] = []
+    blocked_on: list[int] = []
+    calls: tuple[ActiveCall, ...] = ()
+    queued: int = 0
+    needs: tuple[Key, ...] = ()
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
@@ -189,18 +239,14 @@ class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
     are world ranks.
 
     Attributes:
-        group: The id of the group.
-        sequence: The number of the operation in its group.
-        description: The operation.
+        group: The id of the group; ``sequence`` is the number of the operation in it.
         state: From a rank: it is *waiting*, or waiting and *asking* which ranks are missing. From
             the coordinator: which ranks are *missing*, or how another rank describes the operation
             (*waiting*). From both: how the operation failed; *refused* if the arguments were wrong,
             and then ``description`` is only the name of the function.
-        text: What went wrong.
-        culprit: The rank that caused the failure.
+        text: What went wrong, and ``culprit`` is the rank that caused it.
         epoch: The number after the last operation that failed for the sender. Ranks with different
             epochs ignore each other's messages.
-        missing: The ranks that have not come to the operation.
         where: The line of the program that called the operation, if known.
         before: Number and description of the last operations that succeeded for the sender.
         descriptions: The descriptions of the operation, if ranks disagree.
@@ -254,8 +300,8 @@ class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
 class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
     """Coordinator to a member: the answer to the message of an agent with this number.
 
-    After ``OPEN``: all later messages of other ranks find the agent open. After ``LEAVING``: no
-    other agent of its name is open any more.
+    After ``OPEN``, all later messages find the agent open. After ``LEAVING``, no other agent of its
+    name is open any more.
     """
 
     number: int
@@ -277,12 +323,14 @@ Message = (
     | Gone
     | Joined
     | Known
-    | Ask
-    | Doing
+    | Question
+    | Answer
     | Notice
     | AgentSays
     | AgentAnswer
 )
+
+Report = Notice | AgentSays | Question  # what the coordinator takes of its own rank too
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -312,12 +360,16 @@ def _sanitize(message: Message) -> Message:
                 traceback=printable(traceback),
                 waited_for=message.waited_for[:MAX_WAITED_FOR],
             )
-        case Doing(stacks):
+        case Question(calls=calls) if len(calls) > _MOST_CALLS:
+            return replace(message, calls=calls[:_MOST_CALLS])
+        case Answer():
             return replace(
                 message,
-                stacks=printable(stacks),
+                places=tuple(map(one_line, message.places)),
+                stacks=printable(message.stacks),
                 waits_for=message.waits_for[:MAX_WAITED_FOR],
                 blocked_on=message.blocked_on[:MAX_WAITED_FOR],
+                calls=tuple(map(_sanitize_call, message.calls)),
             )
         case Failed(reason):
             return replace(message, reason=one_line(reason, 8 * MAX_REASON))
@@ -326,6 +378,10 @@ def _sanitize(message: Message) -> Message:
         case Beat(silent) if len(silent) > MAX_SILENT:
             return replace(message, silent=silent[:MAX_SILENT])
     return message
+
+
+def _sanitize_call(call: ActiveCall) -> ActiveCall:
+    return replace(call, name=one_line(call.name), doing=one_line(call.doing))
 
 
 def sanitize_notice(notice: Notice) -> Notice:

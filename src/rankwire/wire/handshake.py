@@ -62,7 +62,7 @@ class Purpose(IntEnum):
     MESSAGES = 2
     CALLS = 3
     LAUNCH = 4  # from a launcher on another host; ranks are then nodes
-    INQUIRY = 5  # asks what a rank is doing: it answers at once, and closes
+    INQUIRY = 5  # asks what a rank is doing, if the coordinator does not pass that on
 
 
 # The purposes of connections between two ranks of a formed world.
