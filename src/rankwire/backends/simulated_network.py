@@ -96,13 +96,7 @@ class Traffic:
     def connect(
         self, src: int, dst: int, purpose: Purpose, service: int
     ) -> tuple[MemoryStream, MemoryStream]:
-        """Return the ends of a new stream, of the rank that dials and of the other one.
-
-        What a rank is asked that was waited for is no traffic of the program's: no fault concerns
-        it, and it is not counted.
-        """
-        if purpose is Purpose.INQUIRY:
-            return memory_pair(self._queue_nbytes, self._clock, None, None)
+        """Return the ends of a new stream, of the rank that dials and of the other one."""
         if purpose is Purpose.MESSAGES:
             there, back = "messages", "courtesies"
         else:
