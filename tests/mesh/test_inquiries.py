@@ -276,7 +276,7 @@ def test_a_rank_says_what_it_is_doing_although_the_coordinator_is_stopped(is_not
 def dial_to_ask(backend):
     """Return a connection by which rank 1 can be asked."""
     mesh = backend.mesh
-    stream = mesh.open_stream(mesh.peers[1], Purpose.INQUIRY, 0, Deadline(PATIENCE))
+    stream = mesh.connections.open_stream(mesh.peers[1], Purpose.INQUIRY, 0, Deadline(PATIENCE))
     return mesh.inquiries._wrap(1, *stream)
 
 

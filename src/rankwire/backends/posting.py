@@ -113,11 +113,12 @@ class MessagePosting(PublicDir):
     def _post(self, op: str, data: Any, dst: int, tag: int, timeout: float | None) -> MessageHandle:
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
-            dst, tag = self._check(dst, tag)
+            dst, tag = self._check_arguments(dst, tag)
             message = self._as_message(data if op == "isend" else pack_array(data)[0])
         except RankwireError as error:
             raise self.failed(error, op, deadline, dst, tag) from error.__cause__
         try:
+            self.check_member(dst)
             envelope = (self.group, Channel.MESSAGE, tag)
             sent = self.messages.begin(self.world[dst], envelope, message, deadline)
         except Exception as error:
@@ -240,12 +241,11 @@ class MessagePosting(PublicDir):
             if isinstance(src, AnyRank):
                 if self.dropped:
                     self.give_up_dropped()
-                self.check_member(None)
                 tag = check_tag(tag)
                 if self.world_size == 1:
                     raise ConfigurationError("this group has no other rank to receive from")
             else:
-                rank, tag = self._check(src, tag)
+                rank, tag = self._check_arguments(src, tag)
         except RankwireError as error:
             raise self.failed(error, op, deadline, rank, tag) from error.__cause__
         return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
@@ -276,6 +276,12 @@ class MessagePosting(PublicDir):
         if self.dropped:
             self.give_up_dropped()
         return self._check_peer(peer), check_tag(tag)
+
+    def _check_arguments(self, peer: int, tag: int) -> tuple[int, int]:
+        """Check what a handle cannot report; it does report that the group is closed."""
+        if self.dropped:
+            self.give_up_dropped()
+        return MessagePosting._check_peer(self, peer), check_tag(tag)
 
     def _check_peer(self, peer: int) -> int:
         peer = check_rank(peer, self.world_size)
