@@ -13,13 +13,17 @@ import os
 import re
 import sys
 import traceback
+from collections import deque
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary
 from types import CodeType, CoroutineType, FrameType, FunctionType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from rankwire import runtime
+
+Frames: TypeAlias = "deque[FrameType]"  # of one thread, innermost first
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -64,14 +68,15 @@ def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) ->
     """
     parts: list[str] = []
     hidden = 0
-    for thread, frame in _threads():
+    for thread, frames in _threads():
         if thread.ident in but or (only is not None and thread.ident not in only):
             continue
-        lines = _shown(frame)
+        summary = traceback.StackSummary.extract((f, f.f_lineno) for f in reversed(frames))
+        lines = _shown(summary)
         if not lines and only is None:
             continue
         if len(parts) < _MOST_THREADS:
-            parts.append(f"{thread.name}:\n{''.join(lines or traceback.format_stack(frame))}")
+            parts.append(f"{thread.name}:\n{''.join(lines or summary.format())}")
         else:
             hidden += 1
     if hidden:
@@ -82,16 +87,15 @@ def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) ->
 def places(*, only: Collection[str] | None = None) -> list[str]:
     """Return where each thread, or each with these names, is in the user's program."""
     found = []
-    for thread, frame in _threads():
-        if (only is None or thread.name in only) and (place := _place(frame)):
+    for thread, frames in _threads():
+        if (only is None or thread.name in only) and (place := _place(frames)):
             found.append(f"{thread.name} {place}")
     return found
 
 
 def place_of(ident: int) -> str:
     """Return where a thread is in the user's program; empty if it is elsewhere or has ended."""
-    frame = _frames().get(ident)
-    return "" if frame is None else _place(frame)
+    return _place(_frames().get(ident, ()))
 
 
 def line_of_program() -> str:
@@ -105,21 +109,21 @@ def line_of_program() -> str:
 def methods_entered(methods: Collection[CodeType]) -> list[object]:
     """Return the ``self`` of the outermost of these methods in each thread that runs one."""
     found = []
-    for innermost in _frames().values():
-        entered = [f for f, _ in traceback.walk_stack(innermost) if f.f_code in methods]
+    for frames in _frames().values():
+        entered = [frame for frame in frames if frame.f_code in methods]
         if entered:
             found.append(entered[-1].f_locals["self"])
     return found
 
 
-def _threads() -> list[tuple[runtime.Thread, FrameType]]:
+def _threads() -> list[tuple[runtime.Thread, Frames]]:
     frames = _frames()
     threads = sorted(runtime.list_threads(), key=lambda each: each is not _MAIN)
     return [(each, frames[each.ident]) for each in threads if each.ident in frames]
 
 
-def _frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, with the garbage collector off.
+def _frames() -> dict[int, Frames]:
+    """Return the frames of each thread, with the garbage collector off.
 
     ``_current_frames`` holds the interpreter's lock of the thread list. If a garbage collection ran
     Python code inside it, another thread could take the interpreter lock, start or end a thread,
@@ -128,10 +132,23 @@ def _frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()
+        return {ident: _with_callers(frame) for ident, frame in sys._current_frames().items()}
     finally:
         if collects:
             gc.enable()
+
+
+def _with_callers(frame: FrameType) -> Frames:
+    """Return a frame and its callers, by one call of C functions: no other thread runs meanwhile.
+
+    A thread that runs on between two steps leaves some of the frames. The stack would mix two
+    moments, and Python 3.11 may crash when it looks for the caller of a frame that was left.
+    """
+    frames: Frames = deque()
+    with suppress(AttributeError):  # the outermost frame's caller is None, which has none
+        frames.extend(itertools.accumulate(itertools.repeat("f_back"), getattr, initial=frame))
+    frames.pop()
+    return frames
 
 
 def place_awaited(coroutine: object) -> str:
@@ -145,15 +162,16 @@ def place_awaited(coroutine: object) -> str:
     return place
 
 
-def _place(frame: FrameType) -> str:
-    called = ""
-    for each, line in traceback.walk_stack(frame):
-        path = each.f_code.co_filename
+def _place(frames: Iterable[FrameType]) -> str:
+    called, doing = "", None
+    for frame in frames:
+        path = frame.f_code.co_filename
+        doing = _doing(frame) if doing is None else doing  # of the innermost frame
         if _is_program(path):
-            doing = f"is in {called}(), called" if called else _doing(frame)
-            return f"{doing} in {each.f_code.co_name} ({path}:{line})"
+            doing = f"is in {called}(), called" if called else doing
+            return f"{doing} in {frame.f_code.co_name} ({path}:{frame.f_lineno})"
         if is_ours(path):
-            called = _operation(each.f_code) or called  # the outermost one
+            called = _operation(frame.f_code) or called  # the outermost one
     return ""
 
 
@@ -191,8 +209,7 @@ def _called(source: str) -> str:
     return ""
 
 
-def _shown(frame: FrameType) -> list[str]:
-    frames = traceback.extract_stack(frame)
+def _shown(frames: Iterable[FrameSummary]) -> list[str]:
     own = itertools.dropwhile(lambda each: not _is_program(each.filename), frames)
     return _folded(own)[-_MOST_FRAMES:]
 
