@@ -1,11 +1,11 @@
-"""The call port: how requests and replies of one agent travel, on connections of its own.
+"""The call port: sends one agent's requests and replies over connections of its own.
 
-A port's *service* number is the same at all ranks, and ports of different services never meet.
-Outgoing: ``call`` sends a request and returns its ``Reply``, and the thread that wants it waits in
-that (and reads the connection itself); see ``outgoing_calls``. Incoming: connections that other
-ranks' agents dialled are read only in ``poll``, by one thread at a time, through one poller.
+An agent has the same *service* number on all ranks, and a connection serves one service only.
+Outgoing: ``call`` sends a request and returns its ``Reply``; the thread that waits for the reply
+reads the connection (see ``outgoing_calls``). Incoming: one thread at a time calls ``poll``, which
+reads the connections that other ranks' agents dialled, through one poller.
 
-The port does not know what is in a payload, functions or futures.
+The port knows nothing of payloads, functions or futures.
 
 Lock: ``_lock`` guards the poller and the tables of connections, also those of ``outgoing_calls``;
 nothing else is taken under it.
@@ -43,19 +43,15 @@ _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANC
 
 
 class CallPort:
-    """Requests out and replies back; requests in and replies out.
+    """Sends requests, returns replies; receives requests, sends replies.
 
-    Safe from any thread but for ``poll``.
-
-    Args:
-        mesh: Dials, and knows the peers.
-        service: Which agent this is for.
-        own_rank: The number of this rank in the port's group; None if that is the world.
+    Every method but ``poll`` is safe from any thread. ``own_rank`` is this rank's number in the
+    port's group; None for the world.
 
     Attributes:
-        presence: How the agent tells the others of its name what it does, and waits for them.
-        describe: How calls in service are described, set by the agent. Called in any thread; must
-            not wait.
+        presence: Reports the agent's state to the coordinator, and waits for its answers.
+        describe: Describes the calls in service; set by the agent. Called in any thread; must not
+            wait.
     """
 
     def __init__(self, mesh: Mesh, service: int, own_rank: int | None = None) -> None:
@@ -76,9 +72,9 @@ class CallPort:
             lock=self._lock,
         )
         self._own_events: deque[PortEvent] = deque()
-        self._incoming: dict[Connection, int] = {}  # with the ranks that dialled them
-        self._holding: dict[Connection, None] = {}  # these have something to be flushed
-        # Replies that callers have not taken yet.
+        self._incoming: dict[Connection, int] = {}  # by connection: the rank that dialled it
+        self._holding: dict[Connection, None] = {}  # they have held replies to flush
+        # Replies that their callers have not read yet.
         self._sending: dict[tuple[Connection, int], SendHandle] = {}
         self._is_polled = False
         self._spin = mesh.connections.new_spin()
@@ -96,44 +92,45 @@ class CallPort:
         hold: bool = False,
         limit: float = float("inf"),
     ) -> Reply | None:
-        """Send a request; return its pending reply, or None if there is no room for it.
+        """Send a request; return its pending reply, or None if ``limit`` is reached.
 
         Args:
             dst: The rank to call.
             request_id: Unique for this port.
-            message: The payload; its buffers are free again on return.
+            message: The payload; the caller may reuse its buffers on return.
             deadline: For connecting and sending.
             on_reply: Called once the reply, or the peer's failure, is known; in any thread, without
                 locks held.
-            hold: Whether it may be sent a moment later, together with others; waiting for it,
-                ``attend``, or the next call to that rank sends it.
-            limit: Calls to that rank that may be in flight.
+            hold: Whether the request may wait to be sent together with others; a wait for its
+                reply, ``attend`` or the next call to that rank sends it.
+            limit: Maximum number of calls to that rank in flight.
         """
         try:
             try:
                 return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
             except ChannelClosedError:
-                # The peer's agent closed since the last call, and nothing of this one was sent.
-                # There may be a new one; if not, the door says so.
+                # The peer's agent has closed since the last call, and nothing of this request was
+                # sent. Dial again: the peer refuses if no new agent is open.
                 if self._closed is not None or self._ended is not None:
                     raise
                 return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
         except RankwireError:
             raise
-        except BaseException:  # an interrupt: the request may have left, and its reply is nobody's
+        except BaseException:  # an interrupt: the request may be sent, and its reply is not wanted
             try:
                 self.cancel(dst, request_id)
             finally:
-                self.cancel(dst, request_id)  # another one may have fallen into the first
+                self.cancel(dst, request_id)  # a second interrupt may have stopped the first
             raise
 
     def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
-        """Tell the callee that the reply is not wanted: now, or as soon as that can be sent.
+        """Cancel a call: tell the callee that its reply is not wanted.
 
-        ``expired`` says that this is because the caller's time is up.
+        If the cancel cannot be sent now, it is retried. ``expired`` says that the caller's timeout
+        passed.
         """
         if not self._calls.cancel(dst, request_id, expired=expired):
-            self.wake()  # whoever polls tries again
+            self.wake()  # the thread in ``poll`` retries
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
         """Wait until fewer than ``limit`` calls to a rank are in flight; False at the deadline."""
@@ -144,23 +141,22 @@ class CallPort:
         return self.calls_to_world_rank(dst)
 
     def calls_to_world_rank(self, dst: int) -> list[int]:
-        """Do what ``calls_to`` does, for a rank of the world."""
+        """Return the request ids of the calls to a rank of the world that are in flight."""
         inbox = self._calls.inbox_of(dst)
         return [] if inbox is None else inbox.tags_wanted()
 
     def in_flight(self) -> int:
-        """Return how many calls wait for a reply of another rank."""
+        """Return the number of calls that wait for another rank's reply."""
         return sum(inbox.in_flight for inbox in self._calls.inboxes())
 
     def _tell(self, event: PortEvent) -> None:
-        """Have ``poll`` return an event that does not come over a connection."""
         self._own_events.append(event)
         self.wake()
 
     # -- incoming ----------------------------------------------------------------------------------
 
     def adopt(self, connection: Connection) -> None:
-        """Take a connection that another rank's agent dialled."""
+        """Read a connection that another rank's agent dialled."""
         with self._lock:
             if self._closed is None:
                 self._incoming[connection] = self._rank_of(connection)
@@ -169,16 +165,16 @@ class CallPort:
         self._calls.dismiss(connection, Deadline(_FAREWELL_PATIENCE, self._mesh.clock))
 
     def poll(self, deadline: Deadline | None = None) -> list[PortEvent]:
-        """Return what other ranks ask, or nothing at the deadline or after ``wake``.
+        """Return the next events from other ranks, or nothing at the deadline or after ``wake``.
 
-        One thread at a time. Without a deadline it waits for as long as that takes.
+        Called by one thread at a time. Without a deadline there is no time limit.
 
         Raises:
-            ChannelClosedError: The backend is closed; there is nothing more to wait for.
+            ChannelClosedError: The agent or the backend is closed.
         """
         if self._holding or self._calls.unsent_cancels:
             self.flush()
-        # In this order, and in ``close`` the other way round: one of the two sees the other.
+        # ``close`` sets and reads these two in the opposite order: one thread sees the other.
         self._is_polled = True
         try:
             if self._ended is not None:
@@ -198,7 +194,7 @@ class CallPort:
         except ValueError as error:
             if self._closed is None:
                 raise
-            raise self._closed.copy() from error  # so slow that the poller was closed meanwhile
+            raise self._closed.copy() from error  # ``close`` gave up waiting and closed the poller
         finally:
             self._is_polled = False
 
@@ -213,13 +209,13 @@ class CallPort:
         while frames:
             (group, channel, tag), payload = frames.popleft()
             if group != self.service:
-                continue  # a frame for another agent cannot come on this agent's connection
+                continue  # a frame for another agent is invalid here
             if channel == _CALL:
                 if type(payload) is not bytearray:
                     try:
                         payload = whole_of(payload)
                     except RankwireError:
-                        continue  # the caller gave up, or is gone: the next read says so
+                        continue  # the caller cancelled or failed: the next read reports it
                 events.append(IncomingCall(src, tag, payload, connection))
             elif channel == _CANCEL:
                 expired = type(payload) is bytearray and payload == EXPIRED
@@ -241,20 +237,16 @@ class CallPort:
     def reply(
         self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
     ) -> None:
-        """Answer a request.
+        """Send the reply to a request; the caller may reuse the message's buffers on return.
 
-        Args:
-            call: The request.
-            message: The payload; its buffers are free again on return.
-            deadline: For sending.
-            hold: Whether it may be sent a moment later, together with others; ``flush`` or the next
-                ``poll`` sends it.
+        With ``hold``, it may wait to be sent together with others; ``flush`` or the next ``poll``
+        sends it.
         """
         connection = call.origin
         if connection is OWN:
             self._calls.answer_own(call.request_id, message)
             return
-        if self._ended is not None:  # the backend tells the callers, and perhaps of an error
+        if self._ended is not None:  # the backend informs the callers, perhaps of an error
             raise self._ended.copy()
         envelope = (self.service, _REPLY, call.request_id)
         if message[1] >= connection.lend_from:
@@ -264,7 +256,7 @@ class CallPort:
                 connection.send(envelope, message, deadline)
             return
         connection.send_small(envelope, message, deadline, hold)
-        if hold and connection.outbox.is_holding:  # after the send: whoever flushes must find it
+        if hold and connection.outbox.is_holding:  # after the send: a flushing thread must find it
             self._holding[connection] = None
 
     def _reply_at_length(
@@ -275,22 +267,21 @@ class CallPort:
         message: Message,
         deadline: Deadline,
     ) -> None:
-        """Send a large reply, unless the caller cancels meanwhile."""
         handle = offer(connection, envelope, message, deadline)
         if handle is None:
             return
         self._sending[connection, call.request_id] = handle
         try:
-            if not call.is_wanted:  # ``drop_reply`` sets this first, and then looks for a handle
+            if not call.is_wanted:  # ``drop_reply`` sets this before it looks for a handle
                 handle.revoke()
             handle.settle(deadline)
         finally:
             del self._sending[connection, call.request_id]
 
     def drop_reply(self, call: IncomingCall) -> None:
-        """Note that the caller does not want the reply; one that it is just reading is revoked.
+        """Note that the caller does not want the reply; revoke it if the caller is reading it.
 
-        Safe also while another thread is in ``reply`` for the same call.
+        Safe while another thread is in ``reply`` for the same call.
         """
         call.is_wanted = False
         handle = self._sending.get((call.origin, call.request_id))
@@ -298,7 +289,7 @@ class CallPort:
             handle.revoke()
 
     def flush(self) -> None:
-        """Send the replies that were held back, and the cancels."""
+        """Send the held replies, and retry the cancels."""
         for connection in list(self._holding):
             self._holding.pop(connection, None)
             try:
@@ -306,21 +297,17 @@ class CallPort:
             except RankwireError as error:
                 _log.debug("replies to rank %d were not sent: %s", connection.peer, error)
             if connection.outbox.is_holding and connection.failure is None:
-                self._holding[connection] = None  # it takes nothing now; the next look tries again
+                self._holding[connection] = None  # its buffer is full; the next flush retries
         if self._calls.unsent_cancels:
             self._calls.cancel_again()
 
     # -- replies that no thread waits for ----------------------------------------------------------
 
     def attend(self, *, patiently: bool = False) -> bool:
-        """Have replies that no thread waits for looked after by whoever is in ``poll``.
+        """Have the thread in ``poll`` read the replies that no thread waits for.
 
-        Args:
-            patiently: Leave those of a rank alone whose replies were read by somebody since the
-                last look.
-
-        Returns:
-            Whether any call is in flight, or something is held back.
+        ``patiently`` skips ranks whose connection a thread has read since the last call. Returns
+        whether any call is in flight, or a reply was held.
         """
         is_holding = bool(self._holding)
         if is_holding:
@@ -328,9 +315,9 @@ class CallPort:
         return self._calls.unread.attend(patiently=patiently) or is_holding
 
     def attend_to(self, dst: int, reply: Reply) -> None:
-        """Have a reply of ``dst`` that no thread waits for read as soon as it comes.
+        """Have a reply of ``dst`` read as soon as it arrives, though no thread waits for it.
 
-        That is done by whoever reads its connection then, or is in ``poll``.
+        The thread that reads its connection then, or the thread in ``poll``, reads it.
         """
         self._calls.unread.attend_to(dst, reply)
 
@@ -338,21 +325,21 @@ class CallPort:
 
     def wake(self) -> None:
         """Make ``poll`` return."""
-        with self._lock:  # or the poller might be closed, and its descriptor somebody else's by now
+        with self._lock:  # without it, the poller's descriptor may be closed and reused
             if self._closed is None:
                 self._poller.wake()
 
     def shut_down(self, cause: RankwireError) -> None:
         """End every wait and ``poll`` with ``cause``, because the backend closes.
 
-        Nobody is told: that is the backend's business. It calls ``close`` afterwards.
+        Informs no peer: the backend does. It calls ``close`` afterwards.
         """
         self._ended = cause
         self.wake()
         self._calls.fail(cause)
 
     def close_in_child(self) -> None:
-        """Close what a forked child shares with its parent; nothing is unregistered there."""
+        """Close what a forked child shares with its parent, without unregistering any stream."""
         self._ended = ForkedProcessError("this agent")
         if self._closed is None:
             self._closed = ChannelClosedError(self._ended.message)
@@ -361,9 +348,9 @@ class CallPort:
         self._lock = self._calls.lock
 
     def close(self) -> None:
-        """Say farewell to all and end every wait, also in ``poll``. Idempotent.
+        """Close the connections, and end every wait and ``poll``. Idempotent.
 
-        When the backend closes, that tells the others.
+        Sends farewells, unless the backend closes: then the backend informs the peers.
         """
         cause = ChannelClosedError("this agent is closed")
         with self._lock:
@@ -376,11 +363,11 @@ class CallPort:
             self._poller.wake()
         self.presence.close()
         outgoing = self._calls.close(cause)
-        # First of all: who dials from now on is told at the door.
+        # First, so that the acceptor refuses callers that dial from now on.
         self._mesh.ports.forget(self)
         patience = Deadline(_POLLER_PATIENCE, self._mesh.clock)
         while self._is_polled and not patience.expired:
-            self._mesh.clock.sleep(0.0005)  # it was woken up, and leaves
+            self._mesh.clock.sleep(0.0005)  # the woken thread is leaving ``poll``
         self._poller.close()
         if not is_alone:
             return

@@ -1,4 +1,4 @@
-"""What a call port tells of calls: those that come in, and those that are being served."""
+"""Events of a call port: calls that arrive, and what happens to calls in service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from rankwire.wire.control_messages import ActiveCall, Key
 
-# Describes calls, and those at this rank that they need; given none, all calls in brief.
+# Describes calls, and the calls at this rank that they wait for; without keys, all in brief.
 Describe: TypeAlias = Callable[[Collection[Key]], list[ActiveCall]]
 OWN = object()  # the origin of a call of a rank to itself
 
@@ -19,15 +19,12 @@ class IncomingCall(msgspec.Struct, eq=False):
     """A request from another rank, or from this one.
 
     Attributes:
-        src: The rank that calls.
-        request_id: Its number for the call.
-        payload: The request.
-        origin: Where the reply goes and what the request came over, known to the port; its end is
-            reported as ``CallerGone``. ``OWN`` for a call of this rank to itself.
-        is_wanted: Whether the caller wants the reply, as far as is known here.
+        origin: The connection that brought the request and takes the reply; ``CallerGone`` reports
+            its end. ``OWN`` for a call of this rank to itself.
+        is_wanted: Whether the caller still wants the reply, as far as this rank knows.
     """
 
-    # A Struct is made in C; a frozen dataclass takes 0.63 us, and there is one a call.
+    # A Struct is made in C; a frozen dataclass takes 0.63 us, and each call makes one.
     src: int
     request_id: int
     payload: bytearray
@@ -40,7 +37,7 @@ class IncomingCall(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class CallCancelled:
-    """The caller does not want the reply any more; ``expired`` if its time is up."""
+    """The caller does not want the reply any more; ``expired`` if its timeout passed."""
 
     src: int
     request_id: int
@@ -49,7 +46,7 @@ class CallCancelled:
 
 @dataclass(frozen=True, slots=True)
 class CallerGone:
-    """No reply can reach the calls any more that came over ``origin``."""
+    """No reply can reach the calls that arrived over ``origin`` any more."""
 
     src: int
     origin: Any
@@ -57,7 +54,7 @@ class CallerGone:
 
 @dataclass(frozen=True, slots=True)
 class RepliesDue:
-    """Replies have come for which somebody asked to be called back; ``call_back`` does that."""
+    """Replies with an ``on_reply`` callback have arrived; ``call_back`` runs the callbacks."""
 
     call_back: Callable[[], None]
 

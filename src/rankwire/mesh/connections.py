@@ -1,12 +1,11 @@
-"""Connections of a rank to its peers: those that it dials, and those that it lets in.
+"""Connections between a rank and its peers: those it dials, and those it accepts.
 
-Any two ranks talk directly. The rank that sends or calls first dials, in the calling thread: one
-connection for messages (one way) and one for each agent's calls (requests out, replies back). How a
-stream to a peer is opened is the business of the subclasses.
+Any two ranks connect directly. The rank that sends or calls first dials, in the calling thread: one
+connection for messages (one way) and one for each agent's calls (requests out, replies back).
+Subclasses open the streams.
 
-A connection that another rank's agent dials may come before this rank's agent opens its port: it
-waits in ``Ports``, and what is written on it waits in the stream. A service that was closed lets
-nobody in until it is opened again.
+A peer's agent may dial before this rank's agent opens its port: the connection waits in ``Ports``,
+and its data in the stream. A closed service accepts no connection until it is opened again.
 
 Locks: a peer's ``dial_lock`` is held while this rank dials. ``Ports._lock`` guards the tables of
 ports; nothing else is taken under it.
@@ -36,25 +35,21 @@ if TYPE_CHECKING:
 
 
 class Link(NamedTuple):
-    """How messages to one rank travel."""
+    """How messages to one rank are sent."""
 
     transport: str  # "unix", "tcp" or "memory"
-    single_copy: bool  # whether it reads large ones straight out of this process's memory
+    single_copy: bool  # whether it reads large messages directly from this process's memory
     reason: str  # why not, if it does not
-    shared_memory: bool = False  # whether collectives with it meet in memory that both share
-    incarnation: int = 0  # how many times its process was started anew alone
+    shared_memory: bool = False  # whether collectives with it use shared memory
+    incarnation: int = 0  # how many times a launcher restarted its process alone
 
 
 class Connections(ABC):
-    """How one rank connects to the others. Every method is safe from any thread.
-
-    Args:
-        mesh: Has the peers and the ports.
-        single_copy: Whether memory of ranks on this host may be read.
+    """Connects one rank to the others. Every method is safe from any thread.
 
     Attributes:
         spin: Seconds that a waiting thread polls before it sleeps.
-        shares_cores: Whether there are more ranks on this host than cores.
+        shares_cores: Whether this host has more ranks than cores.
     """
 
     spin = 0.0
@@ -63,45 +58,45 @@ class Connections(ABC):
     def __init__(self, mesh: Mesh, *, single_copy: bool) -> None:
         self._mesh = mesh
         self._single_copy = single_copy
-        self._looking: Spin | None = None  # of receives from any rank
+        self._looking: Spin | None = None  # for receives from any rank
 
     @abstractmethod
     def open_stream(
         self, peer: Peer, purpose: Purpose, service: int, deadline: Deadline
     ) -> tuple[ByteStream, Seals | None]:
-        """Return a stream to a peer that has let it in, and what its frames are sealed with.
+        """Return an authenticated stream to a peer, and the keys that seal its frames.
 
         Raises:
-            PeerLostError: The peer has gone.
-            ChannelClosedError: It has left, or this backend is closed.
-            DeadlineExceededError: No answer in time.
+            PeerLostError: The peer is lost.
+            ChannelClosedError: The peer has left, or this backend is closed.
+            DeadlineExceededError: The peer did not answer in time.
         """
 
     @abstractmethod
     def new_poller(self) -> Poller:
-        """Return what a port waits with for calls."""
+        """Return a poller for a call port."""
 
     @abstractmethod
     def flush_when_possible(self, connection: Connection) -> None:
-        """Have what a connection holds back sent as soon as its peer takes more. From any thread.
+        """Have a connection's held frames sent as soon as its peer takes more. From any thread.
 
-        The connection's send lock is held.
+        The caller holds the connection's send lock.
         """
 
     def new_waiter(self) -> Waiter:
-        """Return what a thread sleeps by that waits for several streams."""
+        """Return a waiter for a thread that sleeps on several streams."""
         if self._looking is None:
             self._looking = self.new_spin()
         return PollWaiter(self._looking)
 
     def new_spin(self) -> Spin:
-        """Return how a thread looks before it sleeps."""
+        """Return how a thread polls before it sleeps."""
         return Spin(self.spin, self._mesh.clock, yields=self.shares_cores)
 
     # -- dialled by this rank ----------------------------------------------------------------------
 
     def for_messages(self, peer: Peer, deadline: Deadline) -> Connection:
-        """Return the connection on which messages go to a peer; dials if there is none."""
+        """Return the connection that sends messages to a peer; dial if there is none."""
 
         def dial() -> Connection:
             if peer.messages is not None:
@@ -118,20 +113,10 @@ class Connections(ABC):
         deadline: Deadline,
         keep: Callable[[Connection], None],
     ) -> Connection:
-        """Open a connection of our own to a peer.
+        """Open a connection to a peer; raise as ``open_stream`` does.
 
-        Args:
-            peer: To whom.
-            purpose: What the connection is for.
-            service: Which agent it is for.
-            deadline: For all of it.
-            keep: Called with the connection once the peer takes an end of it for a death, also if
-                the caller is interrupted at that moment; perhaps twice.
-
-        Raises:
-            PeerLostError: The peer has gone.
-            ChannelClosedError: It has left, or this backend is closed.
-            DeadlineExceededError: No answer in time.
+        ``keep`` is called with the connection once the peer would take its end for a crash, also if
+        the caller is interrupted at that moment; perhaps twice.
         """
         stream, seals = self.open_stream(peer, purpose, service, deadline)
         try:
@@ -143,11 +128,11 @@ class Connections(ABC):
         try:
             peer.add(connection)
             connection.await_introduction(deadline, peer.check)
-            if connection.failure is not None:  # the peer went, or this backend, at this moment
+            if connection.failure is not None:  # the peer or this backend has just closed
                 peer.check()
                 raise connection.failure.copy()
-            # From now on the peer takes an end for a death. On a connection for messages nothing
-            # but a farewell comes back.
+            # From now on the peer takes an end for a crash. On a connection for messages only a
+            # farewell comes back.
             connection.introduce(is_read=purpose is Purpose.CALLS)
             is_kept = True
             keep(connection)
@@ -160,7 +145,7 @@ class Connections(ABC):
             raise
 
     def link_to(self, rank: int, deadline: Deadline) -> Link:
-        """Return how messages to a rank travel; connects if that has not happened yet."""
+        """Return how messages to a rank are sent; connect first if necessary."""
         peer = self._mesh.peers[rank]
         connection = peer.messages or self.for_messages(peer, deadline)
         can_lend, is_local = bool(connection.can_lend), connection.transport == "unix"
@@ -169,7 +154,7 @@ class Connections(ABC):
         return Link(connection.transport, can_lend, connection.why_not_lend, shares, incarnation)
 
     def release(self, connection: Connection) -> None:
-        """Close a connection, if that has not happened yet, and forget it."""
+        """Close a connection if it is open, and forget it."""
         connection.close()
         self._mesh.peers[connection.peer].remove(connection)
 
@@ -198,7 +183,7 @@ class Connections(ABC):
         peer = mesh.peers[hello.rank]
         connection = self._wrap(peer, stream, seals, incoming=True)
         peer.add(connection, incoming=True)
-        with suppress(RankwireError):  # the connection has failed, then
+        with suppress(RankwireError):  # the connection has failed, which is checked next
             connection.introduce()
         if connection.failure is not None:
             self.release(connection)
@@ -213,13 +198,13 @@ class Connections(ABC):
         if port is not None:
             port.adopt(connection)
         elif surplus is not None:
-            if surplus is connection:  # the service has closed since it was let in
+            if surplus is connection:  # the service has closed since ``admit``
                 connection.farewell(AT_ONCE)
             self.release(surplus)
 
 
 class Ports:
-    """The call ports of one rank, by service, and the callers whose agent is not there yet.
+    """The call ports of one rank, by service, and connections that wait for a port.
 
     Every method is safe from any thread.
     """
@@ -232,7 +217,7 @@ class Ports:
         self._has_ended = False
 
     def open(self, port: CallPort) -> list[Connection]:
-        """Take a new port; return the connections that have waited for it.
+        """Register a new port; return the connections that have waited for it.
 
         Raises:
             ConfigurationError: Its service has an open port already.
@@ -250,24 +235,24 @@ class Ports:
             return list(self._waiting.pop(port.service, {}).values())
 
     def forget(self, port: CallPort) -> None:
-        """Note that a port is closed."""
+        """Unregister a closed port."""
         with self._lock:
             if self._open.get(port.service) is port:
                 del self._open[port.service]
                 self._closed_services.add(port.service)
 
     def is_closed(self, service: int) -> bool:
-        """Whether a service was closed, and not opened again."""
+        """Whether a service was closed and not opened again."""
         return service in self._closed_services
 
     def find(
         self, service: int, connection: Connection
     ) -> tuple[CallPort | None, Connection | None]:
-        """Return the port that a connection is for; without one, the connection waits for it.
+        """Return the port that a connection is for; if there is none, keep the connection for it.
 
         Returns:
-            The port, and what to close: the connection itself if its service has closed, or an
-            older one of the same rank that has waited; its agent was closed since.
+            The port, and a connection to close: this one if its service has closed, or an older one
+            of the same rank, whose agent has closed since.
         """
         with self._lock:
             port = self._open.get(service)
@@ -281,12 +266,12 @@ class Ports:
             return None, older
 
     def all(self) -> list[CallPort]:
-        """Return those that are open."""
+        """Return the open ports."""
         with self._lock:
             return list(self._open.values())
 
     def end(self) -> tuple[list[CallPort], list[Connection]]:
-        """Open no more; return the open ports, and the connections that wait for others."""
+        """Refuse new ports; return the open ports and the connections that wait for others."""
         with self._lock:
             self._has_ended = True
             waiting = [each for parked in self._waiting.values() for each in parked.values()]

@@ -1,7 +1,7 @@
-"""Events: telling the user's callbacks that a peer is lost, silent, or back.
+"""Events: call the user's callbacks when a peer is lost, silent, or back.
 
-Callbacks run one at a time, in order, on a thread of their own that exists only while there is
-something to tell: the thread that notices a loss must not wait for a callback.
+Callbacks run one at a time, in order, on a thread that exists only while there are some to run: the
+thread that notices a loss must not wait for a callback.
 
 Lock: ``_lock`` guards the lists; it is a leaf, callbacks run without it.
 """
@@ -24,7 +24,7 @@ OnJoined = Callable[[int, int], object]
 
 
 class PeerEvents:
-    """Who wants to know, and what is still to tell. Safe from any thread."""
+    """The callbacks, and their calls that are still to be made. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = runtime.Lock()
@@ -42,7 +42,7 @@ class PeerEvents:
         return [loss.peer for loss in self._losses if loss.peer is not None]
 
     def on_lost(self, callback: OnLost) -> Callable[[], None]:
-        """Add a callback, and tell it of the losses so far; return what removes it."""
+        """Add a callback, and call it for the losses so far; return a function that removes it."""
         with self._lock:
             self._on_lost.append(callback)
             losses = [partial(callback, loss.copy()) for loss in self._losses]
@@ -50,13 +50,13 @@ class PeerEvents:
         return partial(self._remove, self._on_lost, callback)
 
     def on_suspected(self, callback: OnSuspected) -> Callable[[], None]:
-        """Add a callback; return what removes it."""
+        """Add a callback; return a function that removes it."""
         with self._lock:
             self._on_suspected.append(callback)
         return partial(self._remove, self._on_suspected, callback)
 
     def on_joined(self, callback: OnJoined) -> Callable[[], None]:
-        """Add a callback, and tell it of those who are back; return what removes it."""
+        """Add a callback, and call it for the peers that are back; return what removes it."""
         with self._lock:
             self._on_joined.append(callback)
             calls = [partial(callback, *joined) for joined in self._joined.items()]
@@ -64,7 +64,7 @@ class PeerEvents:
         return partial(self._remove, self._on_joined, callback)
 
     def joined(self, rank: int, incarnation: int) -> None:
-        """Tell that a peer was started anew, and is back."""
+        """Report that a peer was restarted."""
         with self._lock:
             self._losses = [loss for loss in self._losses if loss.peer != rank]
             self._joined[rank] = incarnation
@@ -72,7 +72,7 @@ class PeerEvents:
         self._tell(calls)
 
     def lost(self, error: PeerLostError) -> None:
-        """Tell that a peer is lost."""
+        """Report that a peer is lost."""
         with self._lock:
             self._losses.append(error)
             self._joined.pop(error.peer, None)
@@ -80,7 +80,7 @@ class PeerEvents:
         self._tell(calls)
 
     def suspected(self, rank: int, seconds: float) -> None:
-        """Tell that a peer has been silent for some time, or with 0 that it is heard again."""
+        """Report how long a peer has been silent; 0 when it responds again."""
         with self._lock:
             calls = [partial(callback, rank, seconds) for callback in self._on_suspected]
         self._tell(calls)
@@ -103,7 +103,7 @@ class PeerEvents:
         except RuntimeError as error:  # the thread that noticed the loss must go on
             _log.warning("callbacks for lost, silent and returned peers must wait: %s", error)
             with self._lock:
-                self._is_telling = False  # the next one tries again, and tells all
+                self._is_telling = False  # the next event starts the thread and makes all calls
 
     def _run(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The ranks of a group: how numbers and errors are translated, also at a call port."""
+"""The ranks of a group: translates ranks and errors between the group and the world."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupRanks:
     Attributes:
         world: The world ranks of the members.
         own: The rank of this process in the group.
-        check_member: Raises if the group is closed, or if a rank of it was restarted since.
+        check_member: Raises if the group is closed, or if the given rank was restarted since.
     """
 
     def __init__(
@@ -40,16 +40,11 @@ class GroupRanks:
         self._rank_of = {rank: index for index, rank in enumerate(self.world)}
 
     def find(self, world_rank: int | None) -> int | None:
-        """Return the rank in the group of a world rank; None if it is not a member."""
+        """Return the group rank of a world rank, or None if it is not a member."""
         return None if world_rank is None else self._rank_of.get(world_rank)
 
     def adopted(self, peer: int | None, error: E) -> E:
-        """Replace the world ranks in an error by ranks of the group, once, and add a note.
-
-        Args:
-            peer: The rank of the group that the error is about, if it is about one.
-            error: The error, which is returned.
-        """
+        """Replace the world ranks in an error by group ranks, once; add a note and return it."""
         if error.is_local:
             return error
         error.is_local = True
@@ -66,7 +61,7 @@ class GroupRanks:
         return error
 
     def note(self, error: RankwireError, ranks: Iterable[int]) -> None:
-        """Add to an error which world ranks some ranks of the group are, once."""
+        """Add to an error the world ranks of some group ranks, once each."""
         for rank in ranks:
             note = f"rank {rank} of the group {self.world} is rank {self.world[rank]} of the world"
             if note not in getattr(error, "__notes__", ()):
@@ -74,7 +69,7 @@ class GroupRanks:
 
 
 class GroupCallPort(CallPort):
-    """A port that numbers ranks as a group does."""
+    """A call port that uses group ranks."""
 
     def __init__(self, mesh: Mesh, service: int, ranks: GroupRanks) -> None:
         super().__init__(mesh, service, own_rank=ranks.own)

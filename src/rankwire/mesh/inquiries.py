@@ -1,12 +1,12 @@
-"""What this rank is doing and waits for: shown by ``status``, told to other ranks, asked of them.
+"""What this rank does and waits for: shown by ``status``, answered to and asked of other ranks.
 
-A question goes over the control connections: to the coordinator, which passes it on to the asked
-rank and passes the answer back. If the coordinator is lost, has missed a beat or says nothing, the
-asking thread dials the asked rank, and puts the same question there.
+A question goes over the control connections: the coordinator forwards it to the asked rank, and the
+answer back. If the coordinator is lost, has missed a beat or does not answer, the asking thread
+dials the asked rank and sends it the same question.
 
-In a world of processes the acceptor's thread answers, so an answer comes at once whatever the
-user's threads do, unless the process is stopped or holds the interpreter lock in native code. It
-takes locks that are never held while blocking, and waits for nothing.
+In a world of processes the acceptor thread answers at once, whatever the user's threads do, unless
+the process is stopped or holds the interpreter lock in native code. It takes only locks that are
+never held while blocking, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankwire")
 
-_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # a thread that waits is in one of these
+_RECEIVING = (Inbox.take.__code__, Inbox.drive.__code__)  # a waiting thread is in one of these
 _MOST_ASKING = 16  # connections of one rank
 
 
 class Inquiries(ABC):
-    """Knows what a rank waits for and serves, and asks other ranks. Safe from any thread."""
+    """Describes what a rank waits for and serves, and asks other ranks. Safe from any thread."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._asking: dict[object, int] = {}  # the ranks that threads ask why they waited in vain
+        self._asking: dict[object, int] = {}  # the ranks that threads ask after a wait in vain
 
     # -- this rank ---------------------------------------------------------------------------------
 
     def status_of(self, rank: int) -> PeerStatus:
-        """Return what is known about a peer."""
+        """Return the status of a peer."""
         ports = self._mesh.ports.all()
         status = self._mesh.peers[rank].status()
         return replace(
@@ -72,7 +72,7 @@ class Inquiries(ABC):
         )
 
     def silences(self) -> dict[int, float]:
-        """Return the ranks that missed beats, with the seconds of their silence."""
+        """Return the seconds of silence of each rank that missed beats."""
         counted = self._count_silences()
         seconds = {
             rank: counted.get(rank, peer.silent_for)
@@ -82,7 +82,7 @@ class Inquiries(ABC):
         return {rank: silence for rank, silence in seconds.items() if silence}
 
     def unreceived(self, src: int, group: int) -> dict[int, int]:
-        """Return how many messages of a rank were read and not received, by tag."""
+        """Return how many messages of a rank were read but not received, by tag."""
         arrived = self._mesh.peers[src].inbox.unreceived()
         message = int(Channel.MESSAGE)
         return {
@@ -93,7 +93,7 @@ class Inquiries(ABC):
         """Return what this rank is doing. Neither waits nor raises."""
         try:
             answer = fit(self._answer(question))
-        except Exception:  # a defect must not end the message that the acceptor handles
+        except Exception:  # a defect must not fail the acceptor
             _log.exception("rank %d could not be told what this one is doing", question.asker)
             answer = Answer()
         return msgspec.structs.replace(answer, number=question.number, asker=question.asker)
@@ -122,7 +122,7 @@ class Inquiries(ABC):
     def _blocked_on(self) -> list[int]:
         """Return the ranks for whose messages a thread of this rank waits, or has just waited.
 
-        A receive that was posted, and that no thread waits for, does not count.
+        A posted receive that no thread waits for does not count.
         """
         inboxes = methods_entered(_RECEIVING)
         asking = list(self._asking.values())
@@ -135,10 +135,9 @@ class Inquiries(ABC):
     # -- other ranks -------------------------------------------------------------------------------
 
     def doing_of(self, rank: int, deadline: Deadline) -> str | None:
-        """Ask a rank for which a thread waits what it is doing.
+        """Ask a rank that a thread waits for what it is doing.
 
-        Returns:
-            What it says; empty if it does not answer in time, None if it has nothing to say.
+        Returns an empty text if it does not answer in time, None if it has nothing to report.
         """
         visit = object()
         try:
@@ -152,9 +151,8 @@ class Inquiries(ABC):
     ) -> Answer | None:
         """Ask a rank what it is doing, or what the calls of a service are doing.
 
-        Returns:
-            What it says, which is nothing if it has gone or is this rank; None if it does not
-            answer in time.
+        Returns an empty answer if the rank is gone or is this one; None if it does not answer in
+        time.
         """
         if rank == self._mesh.rank or self._mesh.failure_of(rank) is not None:
             return Answer()
@@ -169,14 +167,12 @@ class Inquiries(ABC):
 
     @abstractmethod
     def _put(self, question: Question, deadline: Deadline) -> Answer | None:
-        """Put a question to a rank; return None or raise if it does not answer in time."""
+        """Send a question to a rank; return None or raise if it does not answer in time."""
 
     def _places(self) -> list[str]:
-        """Return where the threads of this rank are in the user's program."""
         return places()
 
     def _count_silences(self) -> dict[int, float]:
-        """Return the seconds of silence that this rank has counted itself."""
         return {}
 
 
@@ -205,13 +201,13 @@ class ControlInquiries(Inquiries):
             roll = self._mesh.roll
             is_heard = roll.is_kept and roll.keeper not in self._count_silences()
             if is_heard and self._formation.report(question):
-                # Half of the time: a coordinator that was stopped just now has missed no beat yet.
+                # Half of the time: a coordinator that has just been stopped has missed no beat yet.
                 self._mesh.clock.wait(waiting.has_come, deadline.remaining() / 2)
             return waiting.answer or self._put_directly(question, deadline)
         except RankwireError:
             if waiting.answer is None:
                 raise
-            return waiting.answer  # it has come over the coordinator meanwhile
+            return waiting.answer  # it arrived from the coordinator meanwhile
         finally:
             self._waiting.pop(number, None)
 
@@ -240,7 +236,7 @@ class ControlInquiries(Inquiries):
     def take(self, rank: int, stream: ByteStream, seals: Seals | None) -> None:
         """Answer on a connection that a rank has dialled to ask. On the acceptor's thread."""
         acceptor = self._formation.acceptor
-        assert acceptor is not None  # it calls this
+        assert acceptor is not None  # the acceptor calls this
         connection = self._wrap(rank, stream, seals)
         standing = self._connections.setdefault(rank, [])
 
@@ -262,7 +258,7 @@ class ControlInquiries(Inquiries):
         acceptor.watch(connection, heard, lambda error: end(connection))
 
     def _wrap(self, rank: int, stream: ByteStream, seals: Seals | None) -> Connection:
-        """Return a connection whose end says nothing of its peer."""
+        """Return a connection whose end does not mean that its peer is lost."""
         return Connection(
             stream,
             peer=rank,
@@ -277,6 +273,6 @@ class ControlInquiries(Inquiries):
         return self._formation.silences()
 
     def close(self) -> None:
-        """Close the connections of asking ranks, when the acceptor has stopped."""
+        """Close the connections of asking ranks, after the acceptor has stopped."""
         for connection in itertools.chain(*self._connections.values()):
             connection.close()

@@ -1,8 +1,8 @@
-"""Mesh: how one rank of a world reaches the others.
+"""Mesh: connects one rank of a world to the others.
 
-It knows world ranks and the ids of groups; users see ``Backend``, which checks arguments, and
-translates ranks and errors. Subclasses say how a stream to a peer is opened and learn which ranks
-are gone (``tcp_mesh``, ``simulated_mesh``).
+It knows world ranks and group ids; users see ``Backend``, which checks arguments, and translates
+ranks and errors. Subclasses open streams to peers and learn which ranks are gone (``tcp_mesh``,
+``simulated_mesh``).
 
 Locks, in order: ``_close_lock``, a peer's ``dial_lock``, then those inside ports, peers, inboxes
 and connections. ``docs/thread-model.md`` has the whole table.
@@ -39,7 +39,7 @@ from rankwire.wire.seals import Seals
 if TYPE_CHECKING:
     from rankwire.mesh.inquiries import Inquiries
 
-# What to do about a group with a rank that was restarted since the group was made.
+# Advice for a group with a rank that was restarted since the group was made.
 NEW_GROUP = "for collectives, all ranks make a new group: SubBackend(backend, ranks)"
 
 _FAREWELL_PATIENCE = 0.2
@@ -49,28 +49,21 @@ class Mesh(ABC):
     """A rank that is connected to its peers. Every method is safe from any thread.
 
     Args:
-        rank: This process's index, from 0.
-        world_size: The number of ranks.
-        timeout: Seconds for operations without a timeout; None is ``RANKWIRE_TIMEOUT``, or else 60.
-        max_message_nbytes: Largest message sent or accepted.
-        clock: The clock of the world.
+        timeout: Default seconds for operations; None uses ``RANKWIRE_TIMEOUT``, or else 60.
         peers: The other ranks, by rank; may be filled later.
-        segments: Makes memory that ranks of one host share; None if ranks of this kind share none.
+        segments: Makes memory that ranks of one host share; None if such ranks share none.
 
     Attributes:
-        peers: The other ranks, by rank. A restarted rank is another peer.
-        connections: Connects to them; set by the subclass, before there are peers.
-        messages: Sends to them, and receives from them.
-        inquiries: What is known about them, and what they say that they are doing; set likewise.
-        ports: The call ports of this rank.
-        presences: What agents of this rank tell the others.
+        peers: The other ranks, by rank. A restarted rank gets a new peer.
+        connections: Connects to the peers; set by the subclass, before there are peers.
+        inquiries: Reports and asks what ranks are doing; set by the subclass.
         lookout: Reads all connections, for a thread that has waited for a while.
         incarnation: How many times a launcher restarted this rank alone.
-        joins: How many times another rank was restarted, since this one is in the world.
+        joins: How many times another rank was restarted since this one joined.
         broken: Why the world has no collectives any more: a rank was restarted since it formed.
         security: How connections are protected; see ``Backend``.
         ranks_return: Whether a lost rank may be restarted, and come back.
-        events: Calls back when a peer is lost, silent or back.
+        events: Calls the user's callbacks when a peer is lost, silent or back.
         roll: Reports collectives to the coordinator.
         shares_memory: Whether ranks of one host may share memory; alike on all of them.
         hosts: One item for each rank; the items of ranks on one host are equal.
@@ -120,20 +113,20 @@ class Mesh(ABC):
     # -- what differs ----------------------------------------------------------------------------
 
     def tell_leaving(self) -> None:
-        """Note that this rank leaves in good order; its farewells follow. Here: they will do."""
+        """Report an orderly end; the farewells follow. The default does nothing."""
         return
 
     @abstractmethod
     def tell_agent(self, says: AgentSays) -> bool:
-        """Pass on what an agent of this rank does; False if there is none who would answer."""
+        """Report an agent's state to the coordinator; return False if no answer will come."""
 
     @abstractmethod
     def tell_fall(self, fallen: Fallen) -> None:
-        """Tell the others by which error this rank leaves, before they see a connection end."""
+        """Report the error by which this rank leaves, before peers see a connection end."""
 
     @abstractmethod
     def depart(self) -> None:
-        """Leave, when all connections are closed. If a fall was told, that stands."""
+        """Leave, after all connections are closed; an error reported by ``tell_fall`` stays."""
 
     def opening_collective(self) -> None:
         """Note that this rank begins a collective; an exception fails it on all ranks."""
@@ -144,11 +137,8 @@ class Mesh(ABC):
     def open_calls(self, service: int, ranks: GroupRanks | None = None) -> CallPort:
         """Return the port by which an agent calls and is called.
 
-        There is one port for a service number and rank at a time.
-
-        Args:
-            service: Identifies the agent.
-            ranks: The ranks of the group that the port numbers ranks by; None for the world.
+        It uses the ranks of ``ranks``, or world ranks. A service has one open port on a rank at a
+        time.
         """
         port = CallPort(self, service) if ranks is None else GroupCallPort(self, service, ranks)
         try:
@@ -161,13 +151,13 @@ class Mesh(ABC):
         return port
 
     def on_agent_answer(self, number: int) -> None:
-        """Pass the answer to an agent of this rank on."""
+        """Take the answer to an agent of this rank."""
         self.presences.answered(number)
 
     # -- connections -----------------------------------------------------------------------------
 
     def open_segment(self, src: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
-        """Open the segment that another rank offers, as ``rank`` of ``size``; None without one."""
+        """Open the segment that rank ``src`` offers, as ``rank`` of ``size``; None if it cannot."""
         connection = self.peers[src].inbox.connection
         if connection is not None:
             with suppress(OSError):  # closed meanwhile
@@ -175,7 +165,7 @@ class Mesh(ABC):
         return None
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
-        """Judge an authenticated peer that opens a connection."""
+        """Decide whether an authenticated peer may open a connection."""
         if self.closed:
             return Status.CLOSED, 0
         peer = self.peers.get(hello.rank)
@@ -199,11 +189,11 @@ class Mesh(ABC):
     # -- the other ranks ---------------------------------------------------------------------------
 
     def failure_of(self, rank: int) -> RankwireError | None:
-        """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
+        """Return why a peer is gone (``ChannelClosedError`` after an orderly end), or None."""
         return self.peers[rank].failure
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that are lost. Those that have left may be among them."""
+        """Return the lost ranks. Ranks that have left may be among them."""
         return self.events.lost_ranks
 
     def incarnation_of(self, rank: int) -> int:
@@ -211,13 +201,10 @@ class Mesh(ABC):
         return self.peers[rank].member.incarnation if rank != self.rank else self.incarnation
 
     def _replace(self, peer: Peer) -> None:
-        """Put a process that was started anew in the place of the one before it.
-
-        All that waited for the old one has ended.
-        """
+        """Replace a peer by its restarted process. Every wait for the old one has ended."""
         rank, incarnation = peer.member.rank, peer.member.incarnation
         old, self.peers[rank] = self.peers[rank], peer
-        if self.closed:  # which is noted first: either this is seen here, or the new peer there
+        if self.closed:  # set before the peers are closed: one thread sees the other
             peer.mark(ChannelClosedError("this backend is closed"))
         old.retire()
         self._losses.forget(rank)
@@ -235,8 +222,8 @@ class Mesh(ABC):
         """Leave: waiting threads get ``ChannelClosedError``. Idempotent; sets ``closed``.
 
         Args:
-            error: Why, if not in good order. Then the other ranks get ``PeerLostError`` with this
-                error's text and traceback; without it they see an orderly end.
+            error: The error to leave by; None for an orderly end. The other ranks get
+                ``PeerLostError`` with its text and traceback.
         """
         with self._close_lock:
             if self.closed:
@@ -251,7 +238,7 @@ class Mesh(ABC):
             fallen = describe_failure(error, rank=self.rank, first_lost=self._losses.first)
             if fallen is None:
                 self.tell_leaving()
-            else:  # first of all, before anyone sees a connection end
+            else:  # before any peer sees a connection end
                 for peer in list(self.peers.values()):
                     peer.mark(cause)
                 self.tell_fall(fallen)
@@ -259,6 +246,6 @@ class Mesh(ABC):
                 peer.close(cause, patience, orderly=fallen is None)
             for connection in waiting:
                 connection.close()
-            for port in ports:  # whether or not its agent is still there to do it
+            for port in ports:  # also if its agent does not exist any more
                 port.close()
             self.depart()

@@ -1,8 +1,8 @@
-"""The message port: how a rank sends to another one, and receives from it, under an envelope.
+"""The message port: sends messages to ranks, and receives theirs, under an envelope.
 
-An envelope is a group, a channel and a tag; ranks are those of the world. Connections for messages
-go one way; the first message to a rank opens one. A thread that waits reads what others send, so
-that ranks which all send first do not deadlock.
+An envelope is a group, a channel and a tag; ranks are world ranks. Connections for messages go one
+way; the first message to a rank opens one. A waiting thread reads what others send, so that ranks
+that all send first do not deadlock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECK_EVERY = 0.05
 
 
 class MessagePort:
-    """The messages of one rank. Every method is safe from any thread."""
+    """Sends and receives the messages of one rank. Every method is safe from any thread."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -37,7 +37,7 @@ class MessagePort:
         self._lookout = mesh.lookout
 
     def transmit(self, dst: int, envelope: Envelope, message: Message, deadline: Deadline) -> None:
-        """Send one message under an envelope. The buffers may change again on return."""
+        """Send one message. The caller may reuse its buffers on return."""
         peer = self._peers[dst]
         connection = peer.messages or self._mesh.connections.for_messages(peer, deadline)
         connection.send(envelope, message, deadline, meanwhile=self._lookout)
@@ -51,17 +51,13 @@ class MessagePort:
         *,
         check: Callable[[], None] | None = None,
     ) -> SendHandle | None:
-        """Send one message, but do not wait for a peer that reads it out of this rank's memory.
+        """Send one message without waiting for a peer that reads it from this rank's memory.
 
-        Args:
-            dst: The rank to send to.
-            envelope: The envelope of the message.
-            message: The buffers to send.
-            deadline: For sending it.
-            check: Called now and then if the peer does not take it; its exception ends the wait.
+        ``check`` is called now and then while the peer does not take it; its exception ends the
+        wait.
 
         Returns:
-            What to settle before the buffers may change; None if they may change already.
+            A handle to settle before the buffers may change; None if they may change already.
         """
         peer, lookout = self._peers[dst], self._lookout
         connection = peer.messages or self._mesh.connections.for_messages(peer, deadline)
@@ -73,8 +69,8 @@ class MessagePort:
     ) -> SendHandle | None:
         """Send one message without waiting for the peer to take it.
 
-        It leaves before later messages to the same rank. The deadline is for connecting. The result
-        is that of ``offer``.
+        It is sent before later messages to the same rank. The deadline is for connecting. Returns
+        the same as ``offer``.
         """
         peer = self._peers[dst]
         connection = peer.messages or self._mesh.connections.for_messages(peer, deadline)
@@ -85,7 +81,7 @@ class MessagePort:
     ) -> Payload:
         """Return the next message under an envelope; the caller owns it.
 
-        A large one may still be in the sender's memory; then it must be read and given back.
+        A large one may still be in the sender's memory; then the caller must read and release it.
 
         Raises:
             SizeMismatchError: The message does not have ``nbytes`` bytes; it stays receivable.
@@ -95,23 +91,19 @@ class MessagePort:
     def expect(
         self, src: int, envelope: Envelope, *, nbytes: int | None = None, into: Destination | None
     ) -> ReceiveHandle:
-        """Return the next message under an envelope before it has arrived.
+        """Post a receive of the next message under an envelope.
 
-        Args:
-            src: The rank that sends it.
-            envelope: The envelope of the message.
-            nbytes: Its size, if that is fixed; otherwise as for ``receive``.
-            into: Where it should arrive. It may arrive elsewhere: if it is small, is still in the
-                sender's memory, or arrived before it was asked for.
+        ``nbytes`` is its size if that is fixed; otherwise as for ``receive``. It arrives in
+        ``into``, unless it is small, is still in the sender's memory, or arrived before this call.
         """
         return PeerReceive(self._peers[src].inbox, envelope, nbytes, into)
 
     def expect_any(
         self, sources: Sequence[int], envelope: Envelope, *, nbytes: int | None = None
     ) -> ReceiveHandle:
-        """Return the next message under an envelope from one of several ranks.
+        """Post a receive of the next message under an envelope from one of several ranks.
 
-        It is expected while one of them is there. If several have sent one, the first rank of
+        It fails when all of them are gone. If several messages have arrived, the first rank of
         ``sources`` wins.
         """
         inboxes = [self._peers[src].inbox for src in sources]
@@ -121,7 +113,7 @@ class MessagePort:
         )
 
     def _successor_of(self, inbox: Inbox) -> Inbox:
-        """Return the inbox of the rank that another one was of: the same unless it is back."""
+        """Return the current inbox of an inbox's rank: another one if the rank was restarted."""
         return self._peers[inbox.peer].inbox
 
     def has_arrived(self, src: int, envelope: Envelope) -> bool:
@@ -134,9 +126,10 @@ class MessagePort:
             peer.inbox.abandon(group, cause)
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the messages of an envelope, and of those whose tag differs in the lower 16 bits.
+        """Drop messages with this envelope, or one whose tag differs in the lower 16 bits only.
 
-        Now and when they arrive: this rank will not receive them any more.
+        Those that have arrived, and those that arrive later: this rank does not receive them any
+        more.
         """
         for peer in list(self._peers.values()):
             peer.inbox.refuse(envelope)
@@ -146,12 +139,8 @@ class Lookout:
     """Reads what other ranks have sent, for a thread that waits.
 
     So posted messages progress whatever the thread waits for, and ranks that all send first, in
-    pairs or in a circle, do not deadlock.
-
-    Args:
-        clock: The clock for the calls of ``check``.
-        inboxes: The inboxes of the ranks that have connected to this one.
-        check: Called now and then; raises if waiting is pointless.
+    pairs or in a circle, do not deadlock. ``check`` is called now and then; it raises to end the
+    wait.
     """
 
     def __init__(
@@ -166,7 +155,7 @@ class Lookout:
         self._next = Deadline(_CHECK_EVERY, clock)
 
     def checking(self, check: Callable[[], None]) -> Lookout:
-        """Return one that also calls ``check`` now and then."""
+        """Return a lookout that also calls ``check`` now and then."""
         return Lookout(self.clock, self._inboxes, check)
 
     def add(self, inbox: Inbox) -> None:
@@ -175,20 +164,20 @@ class Lookout:
             self._inboxes.append(inbox)
 
     def watch(self) -> list[ByteStream]:
-        """Return the streams on which something to read may come."""
+        """Return the streams to read."""
         return [stream for inbox in list(self._inboxes) for stream in inbox.watch()]
 
     def read(self) -> bool:
-        """Read what is there, without waiting; return whether anything could be."""
+        """Read what has arrived, without waiting; return whether anything was read."""
         is_read = False
         for inbox in list(self._inboxes):
             is_read = inbox.read() or is_read
-            if inbox.due:  # a receive from any rank, which takes back those from the others
+            if inbox.due:  # a receive from any rank, which withdraws its receives from the others
                 inbox.call_back_due()
             if inbox.is_over:
-                with suppress(ValueError):  # another thread was faster
+                with suppress(ValueError):  # another thread removed it first
                     self._inboxes.remove(inbox)
-                if not inbox.is_over:  # its rank has connected again before it was removed
+                if not inbox.is_over:  # its rank connected again before it was removed
                     self.add(inbox)
         if self._check is not None and self._next.expired:
             self._next = Deadline(_CHECK_EVERY, self.clock)
@@ -196,10 +185,10 @@ class Lookout:
         return is_read
 
     def await_event(self, event: runtime.Event) -> None:
-        """Wait for an event that another thread sets; meanwhile, what was posted moves on."""
+        """Wait for an event that another thread sets; read meanwhile."""
         while not self.clock.wait(event, _CHECK_EVERY):
             self.read()
 
     def has_posted(self) -> bool:
-        """Whether this rank waits for a message of a rank that has connected to it."""
+        """Whether a receive is posted for a rank that has connected to this one."""
         return any(inbox.wanted_by for inbox in list(self._inboxes))

@@ -1,12 +1,11 @@
-"""The calling side of a call port: requests out, replies back, on connections of its own.
+"""The calling side of a call port: sends requests and receives replies.
 
-Each peer that is called gets one connection, dialled by the first call; its replies are read by the
-threads that wait for them (``Inbox``). Calls of a rank to itself go over none: the request is given
-to whoever serves, and the reply is put into an inbox without a connection.
+The first call to a peer dials its connection; the threads that wait for replies read it
+(``Inbox``). A rank's calls to itself use no connection: the port returns the request from ``poll``,
+and the reply is put into an inbox without a connection.
 
 Lock: ``lock``, the port's, guards the poller and the table of connections; nothing else is taken
-under it. A rank's dial lock is held while its connection is opened, and ``lock`` is taken under
-that.
+under it. A rank's dial lock is held while its connection is opened, and ``lock`` is taken under it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 _FAREWELL_PATIENCE = 0.2
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
-EXPIRED = b"\1"  # what a cancel says if the caller's time is up; else it says nothing
-# With more calls in flight than this, one more that nobody waits for yet is sent together with the
+EXPIRED = b"\1"  # the payload of a cancel if the caller's timeout passed; otherwise it is empty
+# With more calls in flight than this, a call that no thread waits for yet is sent together with the
 # next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
 _HOLD_FROM = 8
 
@@ -43,20 +42,14 @@ _HOLD_FROM = 8
 class OutgoingCalls:
     """The connections on which one agent calls. Every method is safe from any thread.
 
-    Args:
-        mesh: Dials, and knows the peers.
-        service: Which agent this is for.
-        own_rank: The number of this rank in the port's group.
-        tell: Tells the port what is due: calls of this rank to itself, and replies.
-        poller: What the port waits with.
-        lock: Guards the poller and the tables of connections.
+    ``tell`` gives the port an event: a call of this rank to itself, or replies.
 
     Attributes:
-        lock: The same lock.
-        own: Where the replies of calls to oneself arrive.
+        lock: The port's lock.
+        own: Receives the replies of this rank's calls to itself.
         unread: The replies that no thread waits for.
-        closed: Why nothing can be called any more, if that is so.
-        unsent_cancels: What could not be told, and is to be tried again.
+        closed: Why no more calls are possible, if so.
+        unsent_cancels: Cancels to be retried.
     """
 
     def __init__(
@@ -93,7 +86,7 @@ class OutgoingCalls:
         hold: bool,
         limit: float,
     ) -> Reply | None:
-        """Send a request, as ``CallPort.call`` says."""
+        """Send a request; see ``CallPort.call``."""
         inbox = self._inboxes.get(dst)
         if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
             if dst == self._mesh.rank:
@@ -126,7 +119,7 @@ class OutgoingCalls:
             try:
                 inbox.withdraw(reply)
             finally:
-                inbox.withdraw(reply)  # an interrupt may have fallen into the first
+                inbox.withdraw(reply)  # a second interrupt may have stopped the first
             raise
         return reply
 
@@ -151,24 +144,24 @@ class OutgoingCalls:
             try:
                 self.own.withdraw(reply)
             finally:
-                self.own.withdraw(reply)  # an interrupt may have fallen into the first
+                self.own.withdraw(reply)  # a second interrupt may have stopped the first
             raise
         return reply
 
     def answer_own(self, request_id: int, message: Message) -> None:
-        """End a call of this rank to itself."""
+        """Put the reply to a call of this rank to itself."""
         self.own.put((self._service, _REPLY, request_id), bytearray().join(message[0]))
 
     def inbox_of(self, dst: int) -> Inbox | None:
-        """Return where a rank's replies arrive, if it has been called."""
+        """Return the inbox of a rank's replies, if it has been called."""
         return self.own if dst == self._mesh.rank else self._inboxes.get(dst)
 
     def inboxes(self) -> list[Inbox]:
-        """Return those of other ranks."""
+        """Return the inboxes of other ranks."""
         return list(self._inboxes.values())
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
-        """Wait until fewer than ``limit`` calls are in flight; False if the time passes first."""
+        """Wait until fewer than ``limit`` calls are in flight; return False at the deadline."""
         inbox = self.inbox_of(dst)
         if inbox is None or len(inbox.wanted_by) < limit:
             return True
@@ -178,7 +171,7 @@ class OutgoingCalls:
     # -- cancels -----------------------------------------------------------------------------------
 
     def cancel(self, dst: int, request_id: int, *, expired: bool) -> bool:
-        """Tell a callee that a reply is not wanted; False if that has to be tried again."""
+        """Tell a callee that its reply is not wanted; return False if that must be retried."""
         if dst == self._mesh.rank:
             self._tell(CallCancelled(self._own_rank, request_id, expired))
             return True
@@ -188,23 +181,23 @@ class OutgoingCalls:
         return self._cancel(inbox.connection, request_id, expired)
 
     def cancel_again(self) -> None:
-        """Try again what could not be told."""
+        """Retry the cancels that were not sent."""
         for _ in range(len(self.unsent_cancels)):
             try:
                 connection, request_id, expired = self.unsent_cancels.popleft()
             except IndexError:
-                break  # another thread was faster
+                break  # another thread took it first
             self._cancel(connection, request_id, expired)
 
     def _cancel(self, connection: Connection, request_id: int, expired: bool) -> bool:
         reason: Message = ((EXPIRED,), len(EXPIRED)) if expired else ((), 0)
         try:
             connection.send((self._service, _CANCEL, request_id), reason, AT_ONCE)
-        except DeadlineExceededError:  # another thread is just sending
+        except DeadlineExceededError:  # another thread is sending
             self.unsent_cancels.append((connection, request_id, expired))
             return False
         except RankwireError:
-            return True  # the connection has ended, and that ends the work too
+            return True  # the connection has failed, which ends the work too
         return True
 
     # -- connections -------------------------------------------------------------------------------
@@ -234,7 +227,7 @@ class OutgoingCalls:
         raise self.closed.copy()
 
     def _keep(self, dst: int, connection: Connection) -> None:
-        """Call on this connection from now on, unless this port is closed. Idempotent."""
+        """Use this connection for calls, unless this port is closed. Idempotent."""
         with self.lock:
             inbox = self._inboxes.get(dst)
             if self.closed is None and (inbox is None or inbox.connection is not connection):
@@ -246,13 +239,10 @@ class OutgoingCalls:
                 self._inboxes[dst] = inbox
 
     def _discard(self, dst: int, inbox: Inbox) -> None:
-        """Forget a connection that has ended.
-
-        The peer's agent has closed, or its process has ended, and a new one may be there.
-        """
+        """Forget a failed connection: the peer's agent has closed, or its process has ended."""
         assert inbox.connection is not None
         assert inbox.connection.failure is not None
-        inbox.read_available()  # what it replied before it ended
+        inbox.read_available()  # the replies before its end
         with self.lock:
             if self._inboxes.get(dst) is inbox:
                 del self._inboxes[dst]
@@ -261,7 +251,7 @@ class OutgoingCalls:
         self._mesh.connections.release(inbox.connection)
 
     def dismiss(self, connection: Connection, patience: Deadline) -> None:
-        """Let the agent at the other end know that this one has closed."""
+        """Say farewell to the agent at the other end, and close the connection."""
         connection.farewell(patience)
         self._mesh.connections.release(connection)
 
@@ -273,7 +263,7 @@ class OutgoingCalls:
             inbox.fail(cause)
 
     def close(self, cause: RankwireError) -> list[Inbox]:
-        """Call no more; return the inboxes that are still to be told and closed."""
+        """Refuse new calls; return the inboxes whose connections ``say_farewell`` must close."""
         with self.lock:
             self.closed = cause
             inboxes, self._inboxes = list(self._inboxes.values()), {}
@@ -281,7 +271,7 @@ class OutgoingCalls:
         return inboxes
 
     def say_farewell(self, inboxes: list[Inbox], cause: RankwireError, patience: Deadline) -> None:
-        """Tell the callees of an agent that closes, and close the connections."""
+        """Say farewell to the callees of a closing agent, and close the connections."""
         for inbox in inboxes:
             assert inbox.connection is not None
             inbox.connection.farewell(patience)
@@ -289,16 +279,16 @@ class OutgoingCalls:
             self._mesh.connections.release(inbox.connection)
 
     def close_in_child(self, cause: RankwireError) -> None:
-        """Call no more; the lock may have a thread that is not there."""
+        """Refuse new calls; replace the lock, which a thread of the parent may hold."""
         self.closed = cause
         self.lock = runtime.Lock()
 
 
 class UnreadReplies:
-    """The replies that no thread waits for: the port's poller tells when they come.
+    """The replies that no thread waits for: the port's poller finds them.
 
-    A connection is armed in the poller for one shot, so that a thread that reads it meanwhile is
-    not disturbed again and again. Of a reply that is attended to, whoever leaves the connection
+    A connection is armed in the poller for one event, so that the poller does not disturb a thread
+    that reads it meanwhile. If a reply is attended to, a thread that stops reading the connection
     arms it again (``Inbox.on_unread``).
     """
 
@@ -311,7 +301,7 @@ class UnreadReplies:
         self._turns: dict[int, int] = {}
 
     def attend(self, *, patiently: bool) -> bool:
-        """Have them looked after, as ``CallPort.attend`` says."""
+        """Have the poller read them; see ``CallPort.attend``."""
         outstanding = False
         for inbox in self._calls.inboxes():
             if inbox.was_interrupted or inbox.due:
@@ -327,7 +317,7 @@ class UnreadReplies:
         return outstanding
 
     def attend_to(self, dst: int, reply: Reply) -> None:
-        """Have one read as soon as it comes."""
+        """Have one reply read as soon as it arrives."""
         inbox = self._calls.inbox_of(dst)
         if inbox is None or inbox.connection is None:
             return  # a call to oneself needs no reader
@@ -336,8 +326,8 @@ class UnreadReplies:
         self._watch(inbox)
 
     def read(self, inbox: Inbox) -> list[PortEvent]:
-        """Read a connection that the poller has found to have input."""
-        with self._calls.lock:  # before it reads: who attends to a reply after that arms it again
+        """Read a connection in which the poller has found input."""
+        with self._calls.lock:  # before the read: a thread that attends to a reply later rearms it
             inbox.is_armed = False
         inbox.read_quietly()
         if inbox.in_flight and not inbox.is_read:
@@ -346,29 +336,29 @@ class UnreadReplies:
 
     def _watch(self, inbox: Inbox) -> None:
         if inbox.is_read:
-            return  # whoever reads sees that it is attended to, and arms the poller in leaving
+            return  # the reading thread sees that, and arms the poller when it stops
         if inbox.connection is not None and inbox.connection.stream.before_sleep():
             self._read_what_is_left(inbox)
         self.arm(inbox)
 
     def _read_what_is_left(self, inbox: Inbox) -> None:
-        """Read what the poller cannot see: taken by an interrupted thread, or in a ring."""
+        """Read what the poller cannot see: input in a ring, or taken by an interrupted thread."""
         inbox.read_quietly()
         if inbox.due:
             self._tell(RepliesDue(inbox.call_back_due))
 
     def arm(self, inbox: Inbox) -> None:
-        """Have the poller look for input, once."""
+        """Have the poller watch for input, once."""
         if inbox.is_armed:
             return
         with self._calls.lock:
             if self._calls.closed is None and self._calls.inbox_of(inbox.peer) is inbox:
                 assert inbox.connection is not None
                 self._poller.arm(inbox.connection.stream, inbox)
-                inbox.is_armed = True  # last: an interrupt must not leave it unarmed for ever
+                inbox.is_armed = True  # last: an interrupt must not leave it marked and unarmed
 
     def forget(self, inbox: Inbox) -> None:
-        """Look at a connection no more, before it is closed."""
+        """Stop polling a connection, before it is closed."""
         assert inbox.connection is not None
         with self._calls.lock:
             if self._calls.closed is None:

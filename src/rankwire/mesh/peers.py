@@ -1,13 +1,12 @@
-"""What a rank keeps about one peer: where it is, its connections, and whether it has gone.
+"""The state of one peer: its address, its connections, and its failure.
 
-The failure of a peer is sticky and spreads: the first cause ends every connection to it, so that
-every operation that needs it fails at once and names the same cause. Readers drain what had arrived
-before they see the failure. If its process is started anew, that is another peer, with connections,
-messages and a failure of its own.
+A peer's first failure is final: it ends every connection to the peer, so every operation that needs
+the peer fails at once and names the same cause. Readers drain what had arrived before they raise
+it. A restarted process is a new peer, with its own connections, messages and failure.
 
-Whoever sees a connection end sees only that. The control plane knows more, and tells all ranks the
-same, mostly within a millisecond: its *verdict* is waited for, for a moment, before the loss is
-declared.
+A connection's end alone does not show its cause. The control plane knows it, and sends all ranks
+the same *verdict*, mostly within a millisecond: a peer waits a moment for it before it declares the
+loss.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from rankwire.wire.control_messages import Member
 from rankwire.wire.mailbox import Mailbox
 
 _VERDICT_PATIENCE = 0.03  # seconds
-# An agent that an error closes says farewell before its backend can say why: on a busy machine that
-# takes 30 ms and more. Only those wait so long for whom a call is under way.
+# An agent that an error closes says farewell before its backend can send the reason: on a busy
+# machine that takes 30 ms and more. Only threads with a call under way wait so long.
 _FAREWELL_PATIENCE = 0.25
 
 _log = logging.getLogger("rankwire")
 
-# One for messages and one for each agent that calls this rank; a rank that was taken over might
-# open them without end.
+# One for messages and one for each agent that calls this rank; without a limit, a compromised rank
+# could open any number.
 MAX_CONNECTIONS_OF_A_RANK = 128
 
 
@@ -46,8 +45,7 @@ T = TypeVar("T")
 def dial_alone(lock: runtime.Lock, rank: int, deadline: Deadline, dial: Callable[[], T]) -> T:
     """Call ``dial`` while holding a dial lock, and return its result.
 
-    Raises:
-        DeadlineExceededError: Another thread holds the lock until the deadline.
+    Raises ``DeadlineExceededError`` if another thread holds the lock until the deadline.
     """
     grip: list[bool] = []
     try:
@@ -62,23 +60,20 @@ def dial_alone(lock: runtime.Lock, rank: int, deadline: Deadline, dial: Callable
 
 @dataclass(eq=False, repr=False)
 class Peer:
-    """One other rank, seen from here. Every method is safe from any thread.
+    """One other rank, as this rank sees it. Every method is safe from any thread.
 
     Attributes:
-        member: Where it is.
-        clock: By which a verdict is waited for.
-        await_verdict: Waits until the control plane has said what has become of it, or has nothing
-            to say for so many seconds; called before it is given up because of a connection.
+        await_verdict: Waits until the control plane has sent its verdict, or for that many seconds;
+            called before the peer is given up because of a connection.
         on_lost: Called once if the peer is lost.
         explain: Returns the error to raise for its end, with what else is known; see ``blame``.
-        lookout: What a thread reads that has waited for its messages for a while.
-        inbox: The messages it sends; its connection comes when it first does.
-        failure: Why it has gone, if it has.
+        lookout: Read by a thread that has waited for its messages for a while.
+        inbox: The messages it sends; its connection is set when it first does.
+        failure: Why it is gone, or None.
         dial_lock: Held while the outgoing message connection is opened. Nothing else is taken under
             it but ``_lock``.
         messages: The outgoing message connection, once opened.
-        silent_for: Seconds of silence that the last beat told of.
-        is_suspected: Whether the control plane suspects it.
+        silent_for: Seconds of silence in the last beat's report.
     """
 
     member: Member
@@ -90,7 +85,7 @@ class Peer:
     lookout: Lookout | None = None
 
     def __post_init__(self) -> None:
-        self._has_verdict: runtime.Event | None = None  # made by the first who waits
+        self._has_verdict: runtime.Event | None = None  # made by the first waiting thread
         self.silent_for = 0.0
         self.is_suspected = False
         self._was_refused = False  # a connection, because it has too many
@@ -100,15 +95,15 @@ class Peer:
         self.dial_lock = runtime.Lock()
         self.messages: Connection | None = None
         self._lock = runtime.Lock()
-        self._connections: dict[Connection, bool] = {}  # and whether the peer has dialled
+        self._connections: dict[Connection, bool] = {}  # and whether the peer dialled it
 
     def add(self, connection: Connection, *, incoming: bool = False) -> None:
-        """Have a connection end with the peer."""
+        """Register a connection, which fails when the peer does."""
         with self._lock:
             self._connections[connection] = incoming
             failure = self.failure
         if failure is not None:
-            if self._is_left:  # it was let in meanwhile; without a word it would take us for dead
+            if self._is_left:  # accepted meanwhile; without a farewell the peer sees a crash
                 connection.farewell(AT_ONCE)
             connection.fail(failure)
 
@@ -118,7 +113,7 @@ class Peer:
             self._connections.pop(connection, None)
 
     def has_too_many_connections(self) -> bool:
-        """Whether so many stand that the peer has opened that it gets no more. Said once."""
+        """Whether the peer has opened the maximum of connections. Warns once."""
         with self._lock:
             count = sum(
                 incoming and connection.failure is None
@@ -133,22 +128,22 @@ class Peer:
         return True
 
     def send_on(self, connection: Connection) -> None:
-        """Send messages on this connection from now on."""
+        """Use this connection for messages to the peer."""
         self.messages = connection
 
     def check(self) -> None:
-        """Raise if the peer has gone."""
+        """Raise the peer's failure, if it has one."""
         if self.failure is not None:
             raise self.failure.copy()
 
     def fail(self, cause: RankwireError) -> RankwireError:
-        """Give the peer up: every connection to it ends now. Returns the cause that stays."""
+        """Give the peer up after a moment for the verdict; return the failure that stays."""
         if type(cause) is PeerLostError:
             self._await_verdict(_VERDICT_PATIENCE)
         return self.judge(cause)
 
     def explain_farewell(self, cause: RankwireError) -> RankwireError:
-        """Return why it says farewell: its agent closes first if an error passes its blocks."""
+        """Return why a peer says farewell: an error may have closed the agent first."""
         self._await_verdict(_FAREWELL_PATIENCE)
         return self.failure if isinstance(self.failure, PeerLostError) else self.explain(cause)
 
@@ -157,7 +152,7 @@ class Peer:
             self.await_verdict(self, patience)
 
     def is_judged_within(self, seconds: float) -> bool:
-        """Wait for a verdict; return whether it has come."""
+        """Wait for a verdict; return whether it arrived."""
         with self._lock:
             has_verdict = self._has_verdict = self._has_verdict or runtime.Event()
             if self.failure is not None:
@@ -165,7 +160,7 @@ class Peer:
         return self.clock.wait(has_verdict, seconds)
 
     def judge(self, cause: RankwireError) -> RankwireError:
-        """Give the peer up at once, because the control plane has said so."""
+        """Give the peer up at once, on the control plane's verdict; return its failure."""
         if (marked := self.mark(cause)) is not None:
             for connection in self.connections():
                 connection.fail(marked)
@@ -173,17 +168,17 @@ class Peer:
                 self.inbox.fail(marked)
             if isinstance(marked, PeerLostError):
                 self.on_lost(marked)
-            elif not isinstance(marked, ChannelClosedError):  # it broke the protocol, say
+            elif not isinstance(marked, ChannelClosedError):  # such as a broken protocol
                 rank = self.member.rank
                 self.on_lost(PeerLostError(rank, marked.message, root=rank))
         assert self.failure is not None
         return self.failure
 
     def leave(self, cause: RankwireError) -> None:
-        """The peer has left in good order: nothing more can be sent to it.
+        """Note that the peer has left in good order: sends to it fail.
 
-        What it sent before may still be on the way, and is followed by its farewell: connections
-        that are read end by themselves.
+        What it sent before may still be on the way, followed by its farewell: connections that are
+        read end by themselves.
         """
         if (marked := self.mark(cause)) is not None:
             if self.messages is not None:
@@ -192,7 +187,7 @@ class Peer:
                 self.inbox.fail(marked)
 
     def mark(self, cause: RankwireError) -> RankwireError | None:
-        """Have what ends here from now on end for this cause; return it if it is the first."""
+        """Set the failure if there is none yet, and return it; otherwise return None."""
         with self._lock:
             if self.failure is not None:
                 return None
@@ -202,12 +197,12 @@ class Peer:
             return self.failure
 
     def connections(self) -> list[Connection]:
-        """Return those that stand, and those that have failed and are still in use."""
+        """Return the open connections, and failed ones that are still in use."""
         with self._lock:
             return list(self._connections)
 
     def status(self) -> PeerStatus:
-        """Return what is known of it, its calls apart."""
+        """Return the peer's status, without its calls."""
         failure, messages = self.failure, self.messages
         return PeerStatus(
             self.member.rank,
@@ -222,15 +217,16 @@ class Peer:
         )
 
     def look_for_silence(self, seconds: float) -> None:
-        """Give it up if its host has not answered on a busy connection for so long."""
+        """Give the peer up if its host has not answered on a busy connection for so long."""
         if self.failure is None and any(c.is_unanswered(seconds) for c in self.connections()):
             reason = f"its host has not answered for {seconds:g} s"
             self.judge(PeerLostError(self.member.rank, reason))
 
     def look_for_end(self) -> None:
-        """Look whether it has ended, because there is no control plane any more that would tell.
+        """Look whether the peer has ended, when no control plane reports it.
 
-        On the outgoing connection, which says nothing else and which nobody reads.
+        Checks the outgoing connection, on which only its farewell can arrive and which no thread
+        reads.
         """
         if self.failure is not None or self.messages is None:
             return
@@ -242,10 +238,10 @@ class Peer:
             self.judge(error)
 
     def retire(self) -> None:
-        """Let go of what is left of it, because a new process is in its place.
+        """Close the inbox and the message connection, because a new process is in its place.
 
-        Who waited has been woken when it was given up. Connections for calls are closed by the
-        ports that read them, which have seen their end too.
+        Its failure has woken the waiting threads. The ports close the connections for calls, which
+        they read.
         """
         cause = self.judge(PeerLostError(self.member.rank, "it was started anew"))
         self.inbox.close(cause)
@@ -254,7 +250,7 @@ class Peer:
             self.messages.close()
 
     def close(self, cause: RankwireError, patience: Deadline, *, orderly: bool = True) -> None:
-        """End every wait and close; say farewell on every connection if this is a good end."""
+        """End every wait and close; say farewell on every connection if the end is orderly."""
         self._is_left = orderly
         self.mark(cause)
         for connection in self.connections():

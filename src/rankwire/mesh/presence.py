@@ -1,10 +1,10 @@
-"""Presence: what an agent tells the agents of its name on other ranks about itself.
+"""Presence: reports the state of an agent to the agents of its name on other ranks.
 
-It says that it is open, that it does nothing but serve, that it leaves, or that it is closed, to
-whoever keeps the attendance of the world (``rendezvous.roll``); no rank dials another for it.
-Two answers come back: the opening is known, so that no agent that is told of it leaves without this
-one; and all others have left. If there is none who would answer, because the coordinator is lost or
-the backend is closed, all waiting ends.
+An agent reports that it is open, only serves, leaves, or is closed, to the coordinator, which keeps
+the attendance of the world (``rendezvous.roll``); no rank dials another for it. Two answers come
+back: its opening is known, so that no agent that knows of it leaves without it; and all others have
+left. If no answer can come, because the coordinator is lost or the backend is closed, every wait
+ends.
 
 Lock: ``Presences._lock`` guards the messages that wait for an answer; nothing is taken under it.
 """
@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from rankwire import runtime
 from rankwire.wire.control_messages import AgentSays, AgentState
 
-_PROCESS = runtime.randbits(62)  # with a thread's number, tells it from those of other processes
+_PROCESS = runtime.randbits(62)  # with a thread's number, unique among processes
 
 
 class Presences:
-    """What the agents of one rank have said. Safe from any thread.
+    """The reports of one rank's agents. Safe from any thread.
 
-    Args:
-        say: Passes on what an agent says; returns False if there is none who would answer.
-        wait_for: Waits until an event is set, by the clock of the world.
+    ``say`` sends a report, and returns False if no answer will come. ``wait_for`` waits until an
+    event is set, by the clock of the world.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Presences:
         return Presence(self, service)
 
     def say(self, service: int, state: AgentState, stopped: list[int]) -> int:
-        """Say what an agent does; return the number by which the answer is waited for."""
+        """Report an agent's state; return the number for ``await_answer``."""
         number = next(self._numbers)
         with self._lock:
             if not self._has_ended and state in (AgentState.OPEN, AgentState.LEAVING):
@@ -55,7 +54,7 @@ class Presences:
         return number
 
     def await_answer(self, number: int) -> None:
-        """Wait until something that was said is answered, or no answer will come any more."""
+        """Wait until a report is answered, or no answer will come any more."""
         answer = self._unanswered.get(number)
         if answer is not None:
             self._wait_for(answer)
@@ -68,7 +67,7 @@ class Presences:
             answer.set()
 
     def end(self) -> None:
-        """End all waiting: no answer will come any more."""
+        """End all waits: no answer will come any more."""
         with self._lock:
             self._has_ended = True
             unanswered, self._unanswered = self._unanswered, {}
@@ -77,19 +76,19 @@ class Presences:
 
 
 class Presence:
-    """What one agent says of itself. Safe from any thread."""
+    """Reports the state of one agent. Safe from any thread."""
 
     def __init__(self, presences: Presences, service: int) -> None:
         self._presences = presences
         self._service = service
-        self._number = 0  # of what it said last
+        self._number = 0  # of its last report
         self._owner = 0
         self._is_over = False  # the agent has left, with all others, or is closed
 
     def open(self) -> None:
-        """Say that the calling thread uses the agent; return when that is known.
+        """Report that the calling thread uses the agent; return when the coordinator knows it.
 
-        It waits for the coordinator, which is given up if it is silent for too long.
+        There is no timeout, but a coordinator that is silent for too long is given up.
         """
         if self._owner != runtime.get_ident():
             self._say_open()
@@ -101,7 +100,7 @@ class Presence:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Say for the time of a block that the agent does nothing but serve."""
+        """Report for the time of a block that the agent does nothing but serve."""
         self._say(AgentState.SERVING)
         try:
             yield
@@ -111,17 +110,16 @@ class Presence:
         self._say_open()
 
     def leave(self, stopped: Iterable[int]) -> None:
-        """Say that the agent leaves; return when all others have left, or there is none to ask.
+        """Report that the agent leaves; return when all others have left, or no answer can come.
 
-        Args:
-            stopped: The ranks of the world that it has told to stop serving.
+        ``stopped`` are the world ranks that it has told to stop serving.
         """
         self._say(AgentState.LEAVING, stopped)
         self._wait()
         self._is_over = True
 
     def close(self) -> None:
-        """Say that the agent is closed, and end its waiting."""
+        """Report that the agent is closed, and end its wait."""
         if not self._is_over:
             self._is_over = True
             self._presences.say(self._service, AgentState.CLOSED, [])
@@ -131,7 +129,7 @@ class Presence:
         if self._is_over:
             return
         self._number = number = self._presences.say(self._service, state, sorted(stopped))
-        if self._is_over:  # closed meanwhile, by another thread that does not know of this
+        if self._is_over:  # closed meanwhile by another thread, which did not see this number
             self._presences.answered(number)
 
     def _wait(self) -> None:

@@ -1,7 +1,6 @@
 """The segments of one rank: memory that it shares with other ranks of its host, for collectives.
 
-Whether there is one is a group's to agree on (``collectives.slots``). Whoever waits in one is made
-to look up when a rank is lost.
+The group agrees on whether to use one (``collectives.slots``).
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from rankwire.transports.shared_segment import SharedSegment
 
 _log = logging.getLogger("rankwire")
 
-# Two slots of 1 MiB for each of 16 ranks; with fewer, up to 2 MiB each. Memory is taken from the
-# system as it is written to: a group that reduces 4 KiB takes a page or two a rank.
+# Two slots of 1 MiB for each of 16 ranks; with fewer ranks, up to 2 MiB each. The system allocates
+# memory as it is written to: a group that reduces 4 KiB takes a page or two a rank.
 DEFAULT_SEGMENT_NBYTES = 32 << 20
 
 
 class Segments:
-    """What one rank shares. Every method is safe from any thread.
+    """Makes and opens one rank's segments. Every method is safe from any thread.
 
-    Args:
-        nbytes: For each group; 0 if nothing is to be shared.
-        clock: By which ranks wait in them.
-        why_not: Why this rank shares no memory, if it must not.
+    ``nbytes`` is the size of each group's segment; 0 shares nothing.
 
     Attributes:
         spin: Seconds that a rank polls shared memory before it sleeps; 0 yields between two looks.
@@ -47,7 +43,7 @@ class Segments:
         self._segments: WeakKeyDictionary[SharedSegment, None] = WeakKeyDictionary()
 
     def why_not(self) -> str:
-        """Try to make one; return why that cannot be, or nothing."""
+        """Try to make a segment; return why that fails, or nothing."""
         if not CAN_SHARE:
             return "memory is shared on Linux and x86-64 only"
         if self._why_not:
@@ -59,7 +55,7 @@ class Segments:
         return ""
 
     def make(self, rank: int, size: int) -> SharedSegment | None:
-        """Make one for a group; None if that cannot be, or is not wanted."""
+        """Make a segment for a group; None if that fails or is turned off."""
         if not self._nbytes:
             return None
         return self._kept(
@@ -67,7 +63,7 @@ class Segments:
         )
 
     def open(self, pid: int, offer: bytes, rank: int, size: int) -> SharedSegment | None:
-        """Open one that a process of this host has made; None if that cannot be."""
+        """Open a segment that a process of this host has made; None if that fails."""
         if not self._nbytes or not pid:
             return None
         return self._kept(
@@ -85,7 +81,7 @@ class Segments:
         return segment
 
     def disturb(self) -> None:
-        """Have those who wait look up: a rank is gone, or this one leaves."""
+        """Wake the threads that wait in a segment: a rank is gone, or this one leaves."""
         with self._lock:
             segments = list(self._segments)
         for segment in segments:

@@ -1,7 +1,7 @@
-"""Connections to the ranks of a world of processes: by Unix socket on this host, else by TCP.
+"""Connections in a world of processes: by Unix socket within a host, by TCP between hosts.
 
-Also how a rank connects to everyone once the coordinator is gone: it would have told who dies. Now
-each rank hears of the others' ends on its own connections, and for that every two must have one.
+Also connects a rank to all others when the coordinator is gone: without its reports, each rank
+notices the others' ends on its own connections, so every two ranks need one.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _log = logging.getLogger("rankwire")
 
 Transport = Literal["auto", "tcp", "unix"]
 
-# A peer that refuses connections has died or is leaving; the control connection says which within
-# this time.
+# A peer that refuses connections has crashed or is leaving; the control connection reports which
+# within this time.
 _REFUSED_PATIENCE = 0.5
-# A host that is there answers at once, whatever its processes do.
+# A reachable host answers at once, whatever its processes do.
 _CONNECT_LIMIT = 5.0
 _INTRODUCTIONS_DELAY = 0.2  # seconds
-# For introductions under way to notice that this rank has closed. One that looks up a name does
-# not; it is left to end by itself.
+# For introductions under way to notice that this rank has closed. One that resolves a name does
+# not; it ends by itself.
 _INTRODUCTIONS_PATIENCE = 2.0
 
 
 class TcpConnections(Connections):
-    """How one rank of a world of processes reaches the others; ``me`` says where it is itself."""
+    """Connects one rank of a world of processes; ``me`` is its own address."""
 
     def __init__(
         self, mesh: TcpMesh, me: Member, transport: Transport, *, single_copy: bool
@@ -99,21 +99,22 @@ class TcpConnections(Connections):
                     sock.close()
                     raise
             except StillConnectedError as error:
-                # On a busy machine a dial may be given up after the peer has let it in. The peer
-                # sees that when its thread runs again, and lets the next one in.
+                # On a busy machine the dialler may give up after the peer has accepted. The peer
+                # sees that when its thread runs again, and then accepts the next one.
                 if deadline.expired:
                     raise DeadlineExceededError(
                         deadline.limit, waiting_for=[rank], detail=error.message
                     ) from error
                 deadline.clock.sleep(0.005)
             except (NoConnectionError, AuthenticationError) as error:
-                # All have proved the secret when the world formed: who hangs up now is going.
+                # All ranks proved the secret when the world formed: a peer that hangs up now is
+                # going.
                 if patience.expired or deadline.expired:
                     raise self._unreachable(peer, error) from error
                 deadline.clock.sleep(0.005)
 
     def _unreachable(self, peer: Peer, error: RankwireError) -> RankwireError:
-        # Nobody has told. Who leaves removes its socket file; who is killed cannot.
+        # No report came. A rank that leaves removes its socket file; a killed one cannot.
         rank, member = peer.member.rank, peer.member
         if member.host_id == self._me.host_id and has_removed(member.unix_path):
             return left(rank)
@@ -130,8 +131,8 @@ class TcpConnections(Connections):
             try:
                 return dial(f"unix://{member.unix_path}", deadline, peer.check)
             except NoConnectionError:
-                # Another container of the same host does not see the file; or the peer is gone,
-                # then TCP tells.
+                # Another container of the same host does not see the file. Or the peer is gone:
+                # then TCP finds out.
                 if self._transport == "unix" or os.path.exists(member.unix_path):
                     raise
         limit = deadline.sooner(_CONNECT_LIMIT)
@@ -144,10 +145,10 @@ class TcpConnections(Connections):
 
 
 class Introductions:
-    """Connects to everyone, because the coordinator is gone.
+    """Connects to all peers, because the coordinator is gone.
 
-    Not at once: mostly everyone leaves by now. ``begin`` starts one thread that waits and ends with
-    the others, and one a peer while it connects.
+    Not at once: mostly all ranks are leaving. ``begin`` starts one thread that waits and joins the
+    others, and one for each peer while it connects.
     """
 
     def __init__(self, mesh: TcpMesh) -> None:
@@ -156,22 +157,22 @@ class Introductions:
         self._thread = runtime.Thread(target=self._run, name="rankwire-introductions", daemon=True)
 
     def begin(self) -> None:
-        """Connect to all, in a moment."""
+        """Connect to all peers after a delay of 0.2 s."""
         self._thread.start()
 
     def cancel(self) -> None:
-        """Do not begin any more."""
+        """Prevent introductions that have not begun."""
         self._is_ending.set()
 
     def join(self) -> None:
-        """Wait for those that are under way, but not for ever."""
+        """Wait for those under way, at most ``_INTRODUCTIONS_PATIENCE`` seconds."""
         if self._thread.ident is not None:
             self._mesh.clock.join(self._thread, _INTRODUCTIONS_PATIENCE)
 
     def _run(self) -> None:
         if self._mesh.clock.wait(self._is_ending, _INTRODUCTIONS_DELAY):
             return
-        # All at once: one that is out of reach must not keep the others from being noticed.
+        # All at once: an unreachable peer must not delay the others.
         threads = [
             runtime.Thread(
                 target=self._introduce, args=(peer,), name="rankwire-introduction", daemon=True

@@ -1,10 +1,11 @@
 """The mesh of a world of processes: Unix sockets within a host, TCP between hosts.
 
-Construction is the rendezvous: rank 0 listens and coordinates, the others join, and all return when
-the whole world is up. This module knows where peers are and what the control plane reports of them.
+The constructor performs the rendezvous: rank 0 listens and coordinates, the others join, and all
+return when the whole world is up. This module knows the peers' addresses and takes the control
+plane's reports.
 
-Threads: the acceptor accepts connections and receives the reports; everything else happens in the
-threads of the user.
+Threads: the acceptor accepts connections and receives the reports; everything else runs in the
+user's threads.
 """
 
 from __future__ import annotations
@@ -54,26 +55,15 @@ from rankwire.wire.seals import Seals
 _log = logging.getLogger("rankwire")
 
 _UNANSWERED_LIMIT = 4.5
-# A process that has just been woken up, or has too few cores, reads its news late.
+# A process that has just been woken up, or has too few cores, reads its reports late.
 _LATE_NEWS_PATIENCE = 0.5
 
 
 class TcpMesh(Mesh):
     """A rank of a world of processes; the constructor forms the world.
 
-    Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        make_formation: Returns what forms the world, given its ``owner``: this mesh.
-        timeout: As for ``TcpBackend``, like the next ones.
-        join_timeout: Seconds for the world to form.
-        transport: What streams are made of.
-        spin: Seconds that a waiting thread polls.
-        max_message_nbytes: Largest message.
-        single_copy: Whether large messages may be read out of other processes' memory.
-        segment_nbytes: Bytes of memory that ranks of a host share for collectives.
-        ranks_return: Whether a launcher restarts lost ranks.
-        clock: The clock of the world.
+    ``make_formation`` is called with the ``owner``, this mesh. The other arguments are as for
+    ``TcpBackend``.
 
     Attributes:
         formation: Forms the world, and owns its control connections.
@@ -126,7 +116,7 @@ class TcpMesh(Mesh):
             raise
 
     def on_formed(self, world: World) -> None:
-        """Get to know the peers. Called once by the formation, before any of them can dial."""
+        """Create the peers. The formation calls this once, before any of them can dial."""
         self._me = world.members[self.rank]
         self.incarnation = self._me.incarnation
         if world.late:
@@ -159,7 +149,7 @@ class TcpMesh(Mesh):
     # -- what the acceptor asks, on its thread ------------------------------------------------
 
     def on_gone(self, gone: Gone) -> None:
-        """Hear from the control plane that a rank has died or left."""
+        """Take the control plane's report that a rank has crashed or left."""
         try:
             self._take_in(gone)
         finally:
@@ -185,12 +175,12 @@ class TcpMesh(Mesh):
             remove_socket_file(peer.member.unix_path)  # a killed process cannot remove its own
 
     def on_notice(self, notice: Notice) -> None:
-        """Keep what the coordinator tells about a collective, for those who wait in it."""
+        """Keep the coordinator's notice about a collective; wake the threads that wait in it."""
         self.roll.deliver(notice)
         self.segments.disturb()
 
     def on_joined(self, joined: Joined) -> None:
-        """Hear from the control plane that a rank was started anew, and is back."""
+        """Take the control plane's report that a rank was restarted, and is back."""
         member = joined.member
         self.roll.note_back(member.rank)
         if member.rank not in self.peers:
@@ -208,7 +198,7 @@ class TcpMesh(Mesh):
         return self.inquiries.answer(question)
 
     def on_answer(self, answer: Answer) -> None:
-        """Pass the answer to a question of this rank on."""
+        """Take the answer to a question of this rank."""
         self.inquiries.on_answer(answer)
 
     @override
@@ -219,13 +209,13 @@ class TcpMesh(Mesh):
             super().enter(hello, stream, seals)
 
     def on_suspected(self, suspected: Suspected) -> None:
-        """Hear from the control plane that a rank has become silent, or is heard again."""
+        """Take the control plane's report that a rank is silent, or responds again."""
         rank, seconds = suspected.rank, suspected.seconds
         peer = self.peers.get(rank)
         if peer is None:
             return  # this rank itself, or a launcher
         peer.is_suspected = seconds > 0.0
-        peer.silent_for = seconds  # of the coordinator, no beat tells
+        peer.silent_for = seconds  # no beat reports the coordinator's silence
         if peer.is_suspected:
             _log.warning("rank %d has been silent for %.1f s", rank, seconds)
         else:
@@ -233,15 +223,15 @@ class TcpMesh(Mesh):
         self.events.suspected(rank, seconds)
 
     def on_silences(self, silent: dict[int, float]) -> None:
-        """Hear from the coordinator who missed a beat."""
+        """Take the coordinator's report of the ranks that missed a beat."""
         for rank, peer in self.peers.items():
             peer.silent_for = silent.get(rank, 0.0)
 
     def on_coordinator_gone(self, error: RankwireError) -> None:
-        """Hear that nobody tells any more who is gone."""
+        """Note that no coordinator reports any more which ranks are gone."""
         self.is_watched = self.roll.is_kept = False
         self.presences.end()
-        for other in self.peers.values():  # nobody would say any more that it is heard again
+        for other in self.peers.values():  # no report would end the suspicion
             other.is_suspected, other.silent_for = False, 0.0
         peer = self.peers.get(self._coordinator)
         if peer is not None:
@@ -252,7 +242,7 @@ class TcpMesh(Mesh):
         self.introductions.begin()
 
     def look_for_silence(self) -> None:
-        """Look for what nobody tells, now and then.
+        """Look now and then for failures that no report covers.
 
         Hosts that do not answer on a busy connection; without a coordinator, also ends.
         """
@@ -267,7 +257,7 @@ class TcpMesh(Mesh):
     def _await_verdict(self, peer: Peer, patience: float) -> None:
         acceptor = self.formation.acceptor
         assert acceptor is not None  # there is a peer
-        # The acceptor brings the verdict: its own thread must not wait for it.
+        # The acceptor's own thread brings the verdict, so it must not wait for it.
         if self.is_watched and not self.closed and not acceptor.is_current_thread:
             if not peer.is_judged_within(patience):
                 acceptor.catch_up(Deadline(_LATE_NEWS_PATIENCE, self.clock))
@@ -278,7 +268,7 @@ class TcpMesh(Mesh):
     def close(self, *, error: BaseException | None = None) -> None:
         self.introductions.cancel()
         if error is None and self._coordinator == self.rank and not self.closed:
-            self.roll.leave()  # the others lose the roll with this rank
+            self.roll.leave()  # the other ranks lose the roll with this one
         super().close(error=error)
 
     @override
