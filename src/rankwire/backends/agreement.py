@@ -1,9 +1,9 @@
-"""How the members of a group agree on it: who they are, and by which id its traffic is known.
+"""Agreement of a group's members on the member list and the group's id.
 
-A disagreement is found at once, by name; otherwise all compute the same id from what was said.
+A disagreement is found at once, and named; otherwise all members compute the same id.
 
 Lock: one for each parent, held while a group of it is made (by one thread at a time, in the order
-the program makes them). Under it, the parent's own locks are taken.
+of the program). Under it, the parent's own locks are taken.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ _AGREEMENT_TAG = 0
 
 
 class _Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a member tells the others: who it thinks they are, and how many such groups it has.
+    """What a member sends to the others about a new group.
 
-    Attributes:
-        members: Who they are.
-        ordinal: How many groups of these members it has made.
-        incarnations: Which process each of them is, if one was started anew; else empty.
+    ``ordinal`` is how many groups of these members it has made. ``incarnations`` is empty unless a
+    member was restarted.
     """
 
     members: list[int]
@@ -49,11 +47,9 @@ _DECODER = msgspec.msgpack.Decoder(_Announcement)
 
 
 class _Attempt(msgspec.Struct):
-    """What two members have said to each other of a group that is not made yet.
+    """What this rank sent to another member about a group that is not made yet, and what it heard.
 
-    Attributes:
-        payload: What this rank says; another attempt is one for the same group if it says the same.
-        heard: What the other one said.
+    An attempt with the same payload is for the same group.
     """
 
     payload: bytes
@@ -61,14 +57,14 @@ class _Attempt(msgspec.Struct):
 
 
 class Agreement:
-    """How the groups of one parent come to be, on this rank.
+    """Makes the groups of one parent, on this rank.
 
-    Each member says its word to each other once for every group. An attempt that fails, because one
-    is late or lost, leaves what was said and heard to the next attempt for the same group: it is
-    not said again, and not waited for again. So whoever gave up when, all are in step afterwards.
+    Each member sends each other one announcement for every group. An attempt that fails, because a
+    member is late or lost, keeps what was sent and received for the next attempt at the same group,
+    which does not repeat it. So all members are in step afterwards, whenever each of them gave up.
 
-    A word is void if it is about a member that is lost by now, or about the old process of one that
-    was started anew: who has said it has failed with that attempt, and will say another.
+    An announcement is void if it names a lost member, or the old process of a restarted one: its
+    sender's attempt fails too, and it will send another.
     """
 
     def __init__(self) -> None:
@@ -113,13 +109,13 @@ class Agreement:
     def _collect(
         self, parent: Backend, ours: _Announcement, others: list[int], deadline: Deadline
     ) -> list[int]:
-        """Return the others' ordinals; all are asked first, so that an error names all."""
+        """Return the others' ordinals; ask all first, so that an error names all."""
         heard: dict[int, _Announcement] = {}
         differing: list[str] = []
         missing: list[int] = []
         for src in others:
             try:
-                # Once a disagreement is certain, nobody is waited for any more.
+                # after a certain disagreement, wait for no other member
                 theirs = self._hear(parent, src, ours, AT_ONCE if differing else deadline)
             except DeadlineExceededError:
                 missing.append(src)
@@ -135,7 +131,7 @@ class Agreement:
             )
             late.is_local = True
             raise late
-        for src in heard:  # this is over, for better or for worse
+        for src in heard:  # this attempt has ended, with or without success
             self._attempts.pop(src, None)
         if differing:
             views = [f"rank {parent.rank} says {ours.members}", *differing]
@@ -145,7 +141,6 @@ class Agreement:
     def _hear(
         self, parent: Backend, src: int, ours: _Announcement, deadline: Deadline
     ) -> _Announcement:
-        """Return what a member says of the group, now or in an attempt before."""
         attempt = self._attempts.get(src)
         if attempt is not None and attempt.heard is not None:
             return attempt.heard
@@ -166,7 +161,7 @@ def _are_of_one_group(one: _Announcement, other: _Announcement) -> bool:
 def _not_heard_of_yet(theirs: _Announcement, ours: _Announcement) -> PeerLostError:
     """Return the error of a group with an old process, while another member knows the new one.
 
-    What that one has said stays for the next attempt, by which this rank knows too.
+    That member's announcement stays for the next attempt.
     """
     before = ours.incarnations or [0] * len(ours.members)
     after = theirs.incarnations or [0] * len(ours.members)
@@ -179,7 +174,7 @@ def _not_heard_of_yet(theirs: _Announcement, ours: _Announcement) -> PeerLostErr
 
 
 def _is_void(parent: Backend, said: _Announcement) -> bool:
-    """Whether a word is about a member that is lost, or whose process is another one by now."""
+    """Whether an announcement names a lost member, or a process that was restarted since."""
     known = [member for member in said.members if 0 <= member < parent.world_size]
     if any(
         member != parent.rank and isinstance(parent.failure_of(member), PeerLostError)
@@ -199,7 +194,7 @@ def group_id(parent_group: int, members: list[int], ordinal: int) -> int:
 
 
 def service_of_group(group: int, service: int) -> int:
-    """Return the number by which the parent knows a service of a group."""
+    """Return the number that the parent uses for a service of a group."""
     return _digest("service", (group, service))
 
 

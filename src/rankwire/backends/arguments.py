@@ -1,7 +1,7 @@
-"""What users pass to backends, checked: ranks, tags, buffers. Pure.
+"""Checks of the arguments that users pass to backends: ranks, tags, buffers. Pure.
 
-An argument of any integer type, numpy's too, becomes a plain integer: others would neither travel
-nor be found in all tables.
+An integer of any type, numpy's too, becomes a plain integer: other types cannot be sent, nor found
+in every table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_TAG = (1 << 64) - 1
 
 
 def as_index(value: Any) -> int | None:
-    """Return an integer of any kind, numpy's too, as Python's; None if it is none."""
+    """Return an integer of any type as Python's; None if the value is not an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -49,7 +49,7 @@ def check_rank(rank: int, world_size: int) -> int:
 
 
 def check_pickle(backend: Backend, allowed: bool) -> None:
-    """Raise if values may travel as pickles where anyone can send them."""
+    """Raise if pickles are allowed on unauthenticated connections."""
     if allowed and backend.security == "insecure":
         raise ConfigurationError(
             'allow_pickle=True together with security="insecure" would let any process that '
@@ -69,15 +69,14 @@ def check_tag(tag: int) -> int:
 
 
 def flat_view(buffer: Any) -> memoryview:
-    """Return a contiguous buffer as bytes, uncopied.
+    """Return a contiguous buffer as bytes, without a copy.
 
-    Raises:
-        ConfigurationError: It is no buffer, or has gaps or a mask, or holds references to objects.
+    Raises ``ConfigurationError`` for gaps, a mask, or references to objects.
     """
     try:
         view = memoryview(buffer)
         refers = holds_references(view)
-        # cast() refuses shapes with a zero in them; without elements there is nothing to share.
+        # cast() refuses shapes with a zero in them; without elements there is nothing to share
         flat = view.cast("B") if view.nbytes else memoryview(bytearray())
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -94,11 +93,7 @@ def flat_view(buffer: Any) -> memoryview:
 
 
 def writable_view(buffer: Buffer) -> memoryview:
-    """Return a buffer to receive into as flat bytes, uncopied.
-
-    Raises:
-        ConfigurationError: It is read-only, has gaps, or holds references.
-    """
+    """Return a writable buffer to receive into as flat bytes, without a copy."""
     view = flat_view(buffer)
     if view.readonly:
         raise ConfigurationError("recv_into needs a writable buffer")
@@ -106,7 +101,7 @@ def writable_view(buffer: Buffer) -> memoryview:
 
 
 def as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
-    """Return the pieces as flat bytes, uncopied, and their total size."""
+    """Return the pieces as flat bytes, without a copy, and their total size."""
     pieces: Sequence[Any] = data if isinstance(data, (list, tuple)) else [data]
     views: list[Buffer] = [flat_view(piece) for piece in pieces]
     return views, sum(map(len, views))
@@ -115,12 +110,11 @@ def as_buffers(data: Sendable) -> tuple[list[Buffer], int]:
 def check_members(
     rank: int, world_size: int, members: Iterable[int], *, keep_order: bool
 ) -> list[int]:
-    """Return the members of a group of a world once each: ascending, or as they were given.
+    """Return the members of a group, each once: in ascending order, or in the given one.
 
-    Raises:
-        InvalidWorldSizeError: There are none.
-        InvalidRankError: One is no rank of the world, or this rank is not one of them.
-        ConfigurationError: The order is to be kept, and one is repeated.
+    Raises ``InvalidWorldSizeError`` without members, ``InvalidRankError`` if a member is not a rank
+    or this rank is not a member, ``ConfigurationError`` if a member is repeated with
+    ``keep_order``.
     """
     chosen = [check_rank(member, world_size) for member in members]
     if not chosen:

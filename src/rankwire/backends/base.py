@@ -1,8 +1,8 @@
-"""Backend: what users hold.
+"""Backend: the interface that users hold.
 
 A backend is a mesh, the members of a group and the group's id. It checks arguments, sets deadlines,
-and translates ranks where an operation enters and errors where it leaves. So all backends behave
-alike. The barrier is a collective of the layer above (``meeting``).
+translates ranks on entry and errors on exit, so that all backends behave alike. The barrier is a
+collective of the layer above (``meeting``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rankwire.wire.receive import PLACED_FROM, Destination, copy_payload
 
 
 class Operations(Protocol):
-    """What a backend knows of the collectives of its group, which are a layer above.
+    """What a backend uses of its group's collectives, which are a layer above.
 
     Attributes:
         turn: The number of the next operation.
@@ -56,23 +56,22 @@ class Operations(Protocol):
         ...
 
     def release(self) -> None:
-        """Release what the ranks share: the group is closed."""
+        """Release the memory that the ranks share, because the group is closed."""
 
 
 class Backend(MessagePosting):
-    """Messages between the ranks of a world or of a group.
+    """Sends messages between the ranks of a world or of a group.
 
     Every method is safe from any thread. Messages from one rank to another with one tag arrive in
-    the order in which they were sent; messages of different tags, and barriers, never take each
-    other's place.
+    the order in which they were sent. A receive never takes a message of another tag or a barrier.
 
     Attributes:
-        rank: This process's index, from 0.
+        rank: This process's rank, from 0.
         world_size: The number of ranks.
         incarnation: How many times a launcher has restarted this rank alone.
-        timeout: Seconds for operations without their own timeout.
+        timeout: Default timeout of operations, in seconds.
         max_message_nbytes: Largest message sent or accepted.
-        clock: By which everything in its world waits.
+        clock: The clock that all waits use.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
     """
@@ -87,7 +86,7 @@ class Backend(MessagePosting):
     )
 
     incarnation: int = 0
-    # The barrier of the collectives, which are a layer above; the package puts it here.
+    # The barrier of the collectives, which are a layer above; the package sets it.
     meeting: ClassVar[Callable[[Backend, float | None], None]]
 
     def __init__(
@@ -111,14 +110,14 @@ class Backend(MessagePosting):
         self.ranks_return = mesh.ranks_return
         self.incarnation = mesh.incarnation
         self.operations: Operations | None = None  # set by the first collective
-        self.agreement = Agreement()  # how groups of its ranks are made
+        self.agreement = Agreement()  # makes groups of its ranks
         self.roll = mesh.roll
         self.roll.add(self)
         guard(self)
 
     @property
     def joins(self) -> int:
-        """How many times another rank was restarted, since this one is in the world."""
+        """How many times another rank was restarted since this one joined the world."""
         return self.mesh.joins
 
     @property
@@ -133,11 +132,11 @@ class Backend(MessagePosting):
 
     @property
     def roll_members(self) -> tuple[int, ...]:
-        """The members as a report to the coordinator lists them; empty if it is the world."""
+        """The members as a report to the coordinator lists them; empty for the world."""
         return () if self.group == WORLD_GROUP else tuple(self.world)
 
     def leave_roll(self) -> None:
-        """Report that this rank leaves the world, and so will not come to the next operation."""
+        """Report that this rank leaves the world, and so will not join the next operation."""
         begun = self.operations
         number, epoch = (0, 0) if begun is None else (begun.turn, begun.epoch)
         text = f"rank {self.world_rank_of(self.rank)} has left"
@@ -149,24 +148,24 @@ class Backend(MessagePosting):
     # -- what users call ---------------------------------------------------------------------------
 
     def send(self, data: Sendable, dst: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send one message. Returns when the data may be changed again.
+        """Send one message. The data may change again on return.
 
-        A small message has then left; a large one has been taken by the peer, which may read it
-        straight out of this process's memory. Ranks that all send first and receive afterwards do
-        not wait for each other.
+        On return, a small message is sent. The peer has taken a large one; it may read it directly
+        from this process's memory. Ranks that all send first and receive afterwards do not
+        deadlock.
 
         Args:
             data: Any contiguous buffer (``bytes``, ``bytearray``, ``memoryview``, a numpy array),
-                or a sequence of them that arrives as one message. Not one that holds references,
-                such as an array of objects.
+                or a sequence of buffers that arrives as one message. Must not hold references, as
+                an array of objects does.
             dst: The rank to send to.
-            tag: Only a receive with the same tag takes it.
+            tag: Only a receive with the same tag takes the message.
             timeout: Seconds; None is the backend's default.
 
         Raises:
-            DeadlineExceededError: The peer did not take it in time. ``may_have_arrived`` tells
-                whether a part of it had left: then the rest follows in the background, and the
-                message arrives unless the peer is lost. If not, it never arrives.
+            DeadlineExceededError: The peer did not take it in time. If ``may_have_arrived`` is set,
+                a part of it was sent: the rest follows in the background, and the message arrives
+                unless the peer is lost. Otherwise it never arrives.
             PeerLostError: The peer is gone.
             MessageTooLargeError: Nothing was sent.
             ConfigurationError: The buffer is invalid; nothing was sent.
@@ -181,18 +180,18 @@ class Backend(MessagePosting):
             raise self.failed(error, "send", deadline, dst, tag) from error.__cause__
 
     def recv(self, src: Source, tag: int = 0, timeout: float | None = None) -> bytearray:
-        """Return the next message from ``src`` with this tag, whatever its length.
+        """Return the next message from ``src`` with this tag, of any length.
 
         The caller owns it.
 
         Args:
-            src: The rank to receive from; or ``ANY_RANK``, as for ``irecv``. ``recv_any`` also
-                tells who has sent it.
+            src: The rank to receive from, or ``ANY_RANK``, as for ``irecv``; ``recv_any`` also
+                returns the sender.
             tag: The tag it was sent with.
             timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
 
         Raises:
-            DeadlineExceededError: No message came in time; a later receive can still get it.
+            DeadlineExceededError: No message arrived in time; a later receive can still get it.
             PeerLostError: The peer is lost, and none of its messages is left.
         """
         if isinstance(src, AnyRank):
@@ -213,9 +212,9 @@ class Backend(MessagePosting):
 
         Raises:
             SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
-                untouched.
-            ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
-                array of objects; the same.
+                unchanged.
+            ConfigurationError: The buffer is read-only, has gaps, or holds references, as an array
+                of objects does. The message stays receivable.
         """
         if isinstance(src, AnyRank):
             return self._ask_into("recv_into", buffer, src, tag, timeout).wait()  # type: ignore[no-any-return]
@@ -235,10 +234,10 @@ class Backend(MessagePosting):
     def send_array(self, array: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send a numpy array or a dense torch tensor on the CPU, with its dtype and shape.
 
-        Not copied, unless it has gaps between its elements. Otherwise as ``send``.
+        Copies it only if it has gaps between its elements. Otherwise as ``send``.
 
         Raises:
-            UnsupportedTypeError: It is neither, or its dtype cannot be sent.
+            UnsupportedTypeError: It is not an array or tensor, or its dtype cannot be sent.
         """
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
@@ -261,9 +260,9 @@ class Backend(MessagePosting):
             out: An array or tensor of the same dtype and shape to receive into, and to return.
 
         Raises:
-            ConfigurationError: ``out`` has another dtype or shape; the message is received and
-                dropped, and ``out`` untouched. If its dtype is not carried at all, such as that
-                of objects, nothing is received.
+            ConfigurationError: ``out`` has another dtype or shape; the message is dropped, and
+                ``out`` unchanged. If messages cannot hold its dtype, such as that of objects,
+                nothing is received.
             InvalidMessageError: The message was not sent by ``send_array``.
         """
         if isinstance(src, AnyRank):
@@ -329,7 +328,7 @@ class Backend(MessagePosting):
                 try:
                     offer.revoke()
                 finally:
-                    offer.revoke()  # an interrupt may have fallen into the first
+                    offer.revoke()  # a second interrupt may have stopped the first
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has entered: ``rankwire.barrier(self)``.
@@ -348,7 +347,7 @@ class Backend(MessagePosting):
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The ranks that have neither died nor left, this rank included, as far as it knows."""
+        """The ranks that are neither lost nor have left, as far as this rank knows; includes it."""
         return tuple(
             rank
             for rank in range(self.world_size)
@@ -356,7 +355,7 @@ class Backend(MessagePosting):
         )
 
     def status(self) -> WorldStatus:
-        """Return what this rank knows of each peer: whether it is up, and what is waited for."""
+        """Return this rank's view of each peer: its state, and the waits for it."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         known = self.mesh.inquiries.status_of
         peers = {rank: replace(known(self.world[rank]), rank=rank) for rank in others}
@@ -364,7 +363,7 @@ class Backend(MessagePosting):
         return WorldStatus(self.rank, self.world_size, peers, operation)
 
     def failure_of(self, rank: int) -> RankwireError | None:
-        """Return why a peer is gone (``ChannelClosedError`` if it left in good order), or None."""
+        """Return why a peer is gone (``ChannelClosedError`` after an orderly end), or None."""
         return self.mesh.failure_of(self.world[self._check_peer(rank)])
 
     def incarnation_of(self, rank: int) -> int:
@@ -378,7 +377,7 @@ class Backend(MessagePosting):
         return hosts if self.group == WORLD_GROUP else [hosts[rank] for rank in self.world]
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that are lost. Those that have left may be among them."""
+        """Return the lost ranks. Ranks that have left may be among them."""
         return self.mesh.lost_ranks()
 
     def open_calls(self, service: int) -> CallPort:
@@ -399,19 +398,18 @@ class Backend(MessagePosting):
     def on_peer_suspected(self, callback: OnSuspected) -> Callable[[], None]:
         """Call ``callback(rank, seconds)`` when a peer has been silent for that long.
 
-        With 0.0 seconds: the peer responds again. Otherwise as ``on_peer_lost``.
+        0.0 seconds mean that the peer responds again. Otherwise as ``on_peer_lost``.
         """
         return self.mesh.events.on_suspected(callback)
 
     def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
         """Call ``callback(rank, incarnation)`` when a peer was restarted and has joined.
 
-        Also for those that are back already, and always after the ``on_peer_lost`` of the process
-        before it. From now on messages and calls to the rank go to the new process, whose
-        ``incarnation`` is 1, 2 and so on; those to the old one have failed. Barriers and
-        collectives of this group are over: they need a new one (``SubBackend``), which all its
-        members make. ``rankwire run --on-failure restart`` starts ranks anew. Otherwise as
-        ``on_peer_lost``.
+        Also for peers that have joined already, and always after the ``on_peer_lost`` of the old
+        process. From then on messages and calls to the rank go to the new process, whose
+        ``incarnation`` is 1, 2 and so on; those to the old one have failed. This group has no
+        barriers and collectives any more: all its members must make a new group (``SubBackend``).
+        ``rankwire run --on-failure restart`` restarts ranks. Otherwise as ``on_peer_lost``.
         """
         return self.mesh.events.on_joined(callback)
 
@@ -419,8 +417,8 @@ class Backend(MessagePosting):
         """Leave the world; waiting threads get ``ChannelClosedError``. Idempotent.
 
         Args:
-            error: The error that ends this rank, if any. Then the other ranks get ``PeerLostError``
-                with this error's text and traceback; without it they see an orderly end.
+            error: The error that ends this rank, if any. The other ranks get ``PeerLostError`` with
+                its text and traceback. Without it they see an orderly end.
         """
         self.mesh.close(error=error)
         if self.operations is not None:
@@ -437,5 +435,5 @@ class Backend(MessagePosting):
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
     def close_in_child(self) -> None:
-        """Make every use of it in a forked child an error at once."""
+        """Make every use of it in a forked child raise an error."""
         invalidate(self)

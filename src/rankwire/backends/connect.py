@@ -1,14 +1,13 @@
-"""connect(): the place in the world that a launcher gave to this process.
+"""connect(): joins the world at the place that a launcher gave to this process.
 
-``schedulers`` reads the variables that launchers leave; here are the descriptors that are taken
-once, what this process remembers, and the joining itself. Nothing here knows how processes are
-started.
+``schedulers`` reads the launchers' variables; this module takes the inherited descriptors, keeps
+what later calls need, and joins. It does not know how processes are started.
 
-The secret of ``rankwire run`` stays with the launcher; a rank gets a key of its own, by which it
-can join as this rank alone. It is never in the environment. ``RANKWIRE_SECRET_FD`` names an
-inherited socket by which the launcher tells it to this process alone (``secret``); it is asked
-once and closed, and the variable removed. This process remembers the key, so that ``connect()``
-works again after the first world was closed.
+The secret of ``rankwire run`` stays with the launcher; a rank gets its own key, which admits it as
+this rank only. The key is never in the environment. ``RANKWIRE_SECRET_FD`` names an inherited
+socket over which the launcher sends it to this process alone (``secret``); the socket is read once
+and closed, and the variable removed. This process keeps the key, so that ``connect()`` works again
+after the first world was closed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = logging.getLogger("rankwire")
 
 SECRET_FD = "RANKWIRE_SECRET_FD"
 SECURITY = "RANKWIRE_SECURITY"
-# The files themselves, or a folder as `rankwire certificates` makes it.
+# The files themselves, or a folder made by `rankwire certificates`.
 TLS_FILES = TLS_CERT, TLS_KEY, TLS_CA = "RANKWIRE_TLS_CERT", "RANKWIRE_TLS_KEY", "RANKWIRE_TLS_CA"
 TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
@@ -54,9 +53,9 @@ LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 SEGMENT = "RANKWIRE_SEGMENT"
 _SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
-# Between two tries to join while the last world still stands.
+# Seconds between two attempts to join while the last world still exists.
 _PAUSE = 0.05
-# As the kernel shortens them.
+# Names as the kernel shortens them.
 _HYDRA_PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")
 
 Environment = MutableMapping[str, str]
@@ -65,7 +64,7 @@ Environment = MutableMapping[str, str]
 def connect(**options: Any) -> TcpBackend:
     """Join the world that this process was started for, and return when it is complete.
 
-    Understands, in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel MPI, Slurm's
+    Supports, in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel MPI, Slurm's
     ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. It logs which
     one it used. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``, ``mpich``,
     ``slurm``, ``env``) chooses another one.
@@ -73,16 +72,16 @@ def connect(**options: Any) -> TcpBackend:
     May be called again in the same process after the first backend was closed, by all ranks alike.
     Safe from any thread.
 
-    ``RANKWIRE_LISTEN`` and ``RANKWIRE_ADVERTISE``, ``RANKWIRE_SECURITY``, and for TLS
+    ``RANKWIRE_LISTEN``, ``RANKWIRE_ADVERTISE`` and ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
-    ``_KEY``, ``_CA`` and ``_NAMES`` stand for the arguments of those names; ``RANKWIRE_SEGMENT``
-    for ``segment_nbytes``, and ``RANKWIRE_TIMEOUT`` for ``timeout``.
+    ``_KEY``, ``_CA`` and ``_NAMES`` set the arguments of those names; ``RANKWIRE_SEGMENT`` sets
+    ``segment_nbytes``, and ``RANKWIRE_TIMEOUT`` sets ``timeout``.
 
     Under ``rankwire run``, an error that ends the program is printed in short form.
     ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
 
     Args:
-        **options: Arguments of ``TcpBackend``; they override what the environment says.
+        **options: Arguments of ``TcpBackend``; they override the environment.
 
     Raises:
         ConfigurationError: No launcher started this process, or its variables are incomplete.
@@ -97,7 +96,7 @@ def connect(**options: Any) -> TcpBackend:
         "address": place.address,
         "job": place.job,
         "secret": place.secret,
-        # A coordinator at the launcher's address is none at another one.
+        # The launcher's coordinator does not serve another address.
         "has_coordinator": place.has_coordinator and "address" not in options,
         "clock": REAL_TIME,
     } | options
@@ -134,7 +133,7 @@ def _settle_address(place: Assignment, arguments: dict[str, Any]) -> None:
 
 
 def _join(arguments: dict[str, Any]) -> TcpBackend:
-    """Join; after an earlier world, also wait until rank 0 has left that one too."""
+    """Join; after an earlier world, also wait until rank 0 has left that one."""
     deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT), arguments["clock"])
     while True:
         try:
@@ -149,7 +148,6 @@ def _join(arguments: dict[str, Any]) -> TcpBackend:
 
 
 def _find_assignment(environ: Environment) -> Assignment:
-    """Return the place that the launcher left, with the secret that it handed down."""
     seen = dict(environ)
     if "PMI_RANK" in seen:
         seen[HYDRA_JOB] = _process_id_of_ancestor(_HYDRA_PROXIES)
@@ -160,11 +158,10 @@ def _find_assignment(environ: Environment) -> Assignment:
 
 
 def _process_id_of_ancestor(names: tuple[str, ...]) -> str:
-    """Return the process id of the nearest ancestor with one of these names, or nothing."""
     process = os.getppid()
     while process > 1:
         try:
-            # "pid (name) state parent ...", and the name may hold anything
+            # "pid (name) state parent ...", and the name may hold any character
             head, _, tail = Path(f"/proc/{process}/stat").read_text().rpartition(")")
         except OSError:
             break  # hidden, gone, or not Linux
@@ -175,7 +172,7 @@ def _process_id_of_ancestor(names: tuple[str, ...]) -> str:
 
 
 class _Memory:
-    """What this process keeps between two connects: the secret, as it is told only once."""
+    """State between two calls of ``connect``: the key, because the launcher sends it only once."""
 
     def __init__(self) -> None:
         self.has_connected = False
@@ -196,7 +193,7 @@ _memory = _Memory()
 
 
 def _read_settings(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the environment says about protection, listening and memory, as arguments."""
+    """Return the environment's settings for security, listening and memory, as arguments."""
     found: dict[str, Any] = {
         name: environ[variable] for name, variable in _SETTINGS.items() if environ.get(variable)
     }
@@ -205,8 +202,8 @@ def _read_settings(environ: Environment, known: Mapping[str, Any]) -> dict[str, 
     if environ.get(SEGMENT):
         found["segment_nbytes"] = read_integer(environ, SEGMENT)
     if "listen" in found and known["rank"] == 0 and not known["has_coordinator"]:
-        # The variable is the same for all ranks of a host, and this one's port is known already:
-        # it is where the others look for it.
+        # All ranks of a host have the same variable, but this rank's port is fixed: the others
+        # connect to it.
         found["listen"] = ListeningPlace.parse(found["listen"]).host or None
     if "tls" not in known and (tls := _read_tls(environ, known["rank"])):
         found["tls"] = tls

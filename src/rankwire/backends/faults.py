@@ -1,8 +1,8 @@
-"""Faults: which ones a simulated world has, and the thread that makes them happen in time.
+"""Fault plans of a simulated world, and the thread that applies timed faults.
 
-Every decision depends on the seed and on the place (source, destination, kind of traffic) alone,
-never on how threads happen to run: the n-th message of a link is delayed alike in every run with
-the same seed. What a delay or a break means to the ranks is the business of ``simulated_network``.
+Every decision depends only on the seed and the place (source, destination, kind of traffic), never
+on thread scheduling: the n-th message of a link is delayed alike in every run with the same seed.
+``simulated_network`` applies delays and breaks to the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankwire.public_dir import PublicDir
 Operation = Literal["call", "message", "collective"]  # what a rank begins, and a plan can fail
 Link = tuple[int, int]  # two ranks, the lower first: both directions
 
-_LONGEST_SLEEP = 86_400.0  # condition variables do not take any number of seconds
+_LONGEST_SLEEP = 86_400.0  # condition variables have an upper limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Delay:
 class FaultPlan(PublicDir):
     """The faults of a simulated world. Each method adds one and returns the plan.
 
-    A world takes a copy, so a plan may serve several. It is for one thread at a time.
+    A world takes a copy, so several worlds can use one plan. Not safe from several threads.
 
     Args:
         seed: The seed of all random decisions.
@@ -75,11 +75,13 @@ class FaultPlan(PublicDir):
     ) -> Self:
         """Delay messages; those of one link still arrive in order.
 
+        Delays that apply to the same link add up.
+
         Args:
             seconds: The smallest delay of a message.
             jitter: The largest random addition, drawn for each message.
-            src: Only messages of this rank.
-            dst: Only messages to this rank. Delays that concern the same link add up.
+            src: Only messages from this rank.
+            dst: Only messages to this rank.
         """
         rule = _Delay(_seconds(seconds), _seconds(jitter), src, dst)
         self._delays.append(rule)
@@ -91,7 +93,7 @@ class FaultPlan(PublicDir):
         Args:
             a: One end.
             b: The other end.
-            after: How many messages the link carries before, both ways together; 0 breaks it from
+            after: How many messages the link carries first, both ways together; 0 breaks it from
                 the start.
         """
         self.break_after_messages[link_between(a, b)] = _messages(after)
@@ -119,9 +121,9 @@ class FaultPlan(PublicDir):
 
         Args:
             rank: The rank.
-            after: How many messages it sends before; calls, replies and barriers count too.
-            after_seconds: Seconds from the start of the world. If both are given, the first one
-                counts.
+            after: How many messages it sends first; calls, replies and barriers count too.
+            after_seconds: Seconds from the start of the world. With ``after`` too, whichever comes
+                first applies.
         """
         if after is not None or after_seconds is None:
             self.kill_after_messages[rank] = _messages(after or 0)
@@ -130,7 +132,7 @@ class FaultPlan(PublicDir):
         return self._added((rank,))
 
     def slow_reader(self, rank: int, seconds_per_message: float) -> Self:
-        """Let a rank read one message at a time, so that its senders wait for a full queue."""
+        """Make a rank read one message at a time, so that its senders wait for a full queue."""
         self.reader_seconds[rank] = _seconds(seconds_per_message)
         return self._added((rank,))
 
@@ -143,18 +145,17 @@ class FaultPlan(PublicDir):
         collective: int | None = None,
         error: Exception | None = None,
     ) -> Self:
-        """Let one operation of a rank fail before it has sent anything. The rank goes on.
+        """Make one operation of a rank fail before it has sent anything. The rank goes on.
 
-        Written ``fail(1, call=3)``: the third call that rank 1 makes raises. Operations are counted
+        With ``fail(1, call=3)``, the third call that rank 1 makes raises. Operations are counted
         from 1, in the order in which the rank begins them, to any peer; retries count too.
 
         Args:
             rank: The rank whose operation fails.
-            call: Which of the calls that it makes, with ``rpc_sync`` or ``rpc_async``.
-            message: Which of the messages that it sends, with ``send`` and its variants.
-            collective: Which of the collectives that it takes part in, of any group. The other
-                ranks of that one fail too, with ``CollectiveAbortedError``, and all are in step
-                afterwards.
+            call: The number of a call, made with ``rpc_sync`` or ``rpc_async``.
+            message: The number of a message, sent with ``send`` or its variants.
+            collective: The number of a collective, of any group. It fails with
+                ``CollectiveAbortedError`` on the other ranks, and all are in step afterwards.
             error: The exception that the operation or its handle raises; ``NoConnectionError`` by
                 default.
         """
@@ -174,7 +175,7 @@ class FaultPlan(PublicDir):
 
     @property
     def counts_messages(self) -> bool:
-        """Whether anything happens after a number of messages."""
+        """Whether any fault happens after a number of messages."""
         return bool(self.kill_after_messages or self.break_after_messages)
 
     def check(self, world_size: int) -> None:
@@ -183,12 +184,9 @@ class FaultPlan(PublicDir):
             check_rank(rank, world_size)
 
     def delays(self, src: int, dst: int, kind: str = "") -> Iterator[float] | None:
-        """Return the seconds that each message of a link takes in turn; None if none takes any.
+        """Return the delays of a link's messages in seconds, in turn; None if it has none.
 
-        Args:
-            src: Where they come from.
-            dst: Where they go.
-            kind: Which traffic; each kind has a sequence of its own.
+        Each ``kind`` of traffic has a sequence of its own.
         """
         rules = [rule for rule in self._delays if rule.concerns(src, dst)]
         if not rules:
@@ -206,7 +204,7 @@ class FaultPlan(PublicDir):
 
 
 class Timetable:
-    """One thread that does things at their time; none if there is nothing to do."""
+    """A thread that runs actions at their times; it starts only if there are any."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -215,18 +213,17 @@ class Timetable:
         self._thread = runtime.Thread(target=self._run, name="rankwire-timetable", daemon=True)
 
     def begin(self, agenda: Iterable[tuple[float, Callable[[], None]]]) -> None:
-        """Do things at their times, from now on. Once.
+        """Start to run the actions, each at its time. Called once.
 
-        Args:
-            agenda: When to do what; at the same time, what comes first here. Nothing of it may
-                wait, for others would come too late.
+        Of actions at the same time, the first in the list runs first. An action must not wait, or
+        it delays the others.
         """
         self._agenda = sorted(agenda, key=operator.itemgetter(0))
         if self._agenda and not self._has_ended.is_set():
             self._thread.start()
 
     def end(self) -> None:
-        """Do nothing more, and end the thread."""
+        """Cancel the remaining actions, and end the thread."""
         self._has_ended.set()
         if self._thread.ident is not None and self._thread is not runtime.current_thread():
             self._clock.join(self._thread)
@@ -242,7 +239,7 @@ class Timetable:
 
 
 def link_between(a: int, b: int) -> Link:
-    """Return the link of two ranks, whichever is named first."""
+    """Return the link of two ranks, in either order."""
     if a == b:
         raise ConfigurationError(f"rank {a} has no link to itself")
     return (a, b) if a < b else (b, a)
@@ -259,7 +256,7 @@ def _seconds(value: float) -> float:
 
 
 def _messages(value: int) -> int:
-    # A float here is a time that was meant for another argument.
+    # a float is probably a time, meant for another argument
     if not isinstance(value, int) or value < 0:
         raise ConfigurationError(f"a fault comes after 0 or more messages, not {value!r}")
     return value

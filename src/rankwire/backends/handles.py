@@ -1,8 +1,8 @@
-"""Handles: messages that are under way while their thread does something else.
+"""Handles: messages in progress while their thread does something else.
 
-A handle makes no thread. What is sent leaves when the peer takes it; a thread of this rank that
-waits for anything reads what is received. Each step may be interrupted and repeated: a handle that
-was interrupted is as it was before.
+A handle makes no thread. A message is sent when the peer takes it; any waiting thread of this rank
+reads what arrives. Each step may be interrupted and repeated: an interrupt leaves a handle
+unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MessageHandle(PublicDir):
         Raises:
             DeadlineExceededError: It is not done. After ``timeout`` the handle goes on. After its
                 own timeout it has failed: an expected message can still be received; for a send,
-                ``may_have_arrived`` says whether it will arrive.
+                ``may_have_arrived`` says whether it may arrive.
             PeerLostError: The peer is lost; for ``ANY_RANK``, all other ranks are.
             ChannelClosedError: The peer has left, or the backend is closed.
         """
@@ -70,7 +70,7 @@ class MessageHandle(PublicDir):
 
     def _wait(self, limit: Deadline, timeout: float | None) -> Any:
         ranks = self._ranks
-        clock = ranks.clock  # in the child of a fork, that is the end
+        clock = ranks.clock  # in a forked child, this raises
         try:
             if self._error is not None:
                 raise _again(self._error)
@@ -96,13 +96,13 @@ class MessageHandle(PublicDir):
             if self._is_done():
                 return True
         except RankwireError:
-            return True  # as ``wait`` will say
+            return True  # ``wait`` raises it
         self._ranks.mesh.lookout.read()
         return False
 
     def fail(self, error: Exception) -> None:
-        """Have it over before anything is under way; ``wait`` raises the error."""
-        if isinstance(error, RankwireError):  # and not one of the program's own, of a fault plan
+        """Fail before anything was sent or posted; ``wait`` raises the error."""
+        if isinstance(error, RankwireError):  # and not the program's own, from a fault plan
             assert self._deadline is not None
             context = self._op, self._deadline, self._peer, self._tag
             error = self._ranks.failed(error, *context).kept()
@@ -112,12 +112,12 @@ class MessageHandle(PublicDir):
         try:
             error.may_have_arrived = self._give_up() or error.may_have_arrived
         finally:
-            self._give_up()  # an interrupt may have fallen into the first
+            self._give_up()  # a second interrupt may have stopped the first
         self._error = error.kept()
 
     @abstractmethod
     def _value(self) -> Any:
-        """Return what it has brought."""
+        """Return the result."""
 
     @abstractmethod
     def _finish(self, deadline: Deadline) -> None:
@@ -125,11 +125,11 @@ class MessageHandle(PublicDir):
 
     @abstractmethod
     def _is_done(self) -> bool:
-        """Whether it is, or can be without waiting."""
+        """Whether it is done, or can be without waiting."""
 
     @abstractmethod
     def _give_up(self) -> bool:
-        """Be done with it; return whether the message is on its way all the same. Idempotent."""
+        """Give the message up; return whether it may arrive all the same. Idempotent."""
 
     def __repr__(self) -> str:
         state = "under way" if self._deadline is not None and self._error is None else "done"
@@ -137,12 +137,11 @@ class MessageHandle(PublicDir):
 
 
 def _again(error: Exception) -> Exception:
-    """Return an error to raise, as often as a handle is waited for."""
     return error.copy() if isinstance(error, RankwireError) else error.with_traceback(None)
 
 
 class Sending(MessageHandle):
-    """A message that leaves. ``deadline`` and ``sent`` are None if it has left."""
+    """A message to send. ``deadline`` and ``sent`` are None if it is sent."""
 
     __slots__ = ("_sent",)
 
@@ -155,7 +154,7 @@ class Sending(MessageHandle):
         deadline: Deadline | None = None,
         sent: SendHandle | None = None,
     ) -> None:
-        # Not by the class above: a message of 8 bytes there and back takes 13 us.
+        # Not by the base class: a round trip of 8 bytes takes 13 us.
         self._ranks = ranks
         self._op = op
         self._peer = dst
@@ -171,7 +170,7 @@ class Sending(MessageHandle):
         sent = self._sent
         assert sent is not None
         try:
-            self._ranks.check_member(self._peer)  # a group may be closed, but the connection stands
+            self._ranks.check_member(self._peer)  # a group may close while its connection is open
             is_taken = sent.wait(deadline)
         except RankwireError:
             sent.revoke()
@@ -193,10 +192,10 @@ class Sending(MessageHandle):
 
 
 class Receiving(MessageHandle):
-    """A message that comes: of ``nbytes``, if that is fixed, and to ``into``, if it can.
+    """A message to receive: of ``nbytes``, if that is fixed, and into ``into``, if it can.
 
-    ``src`` is None for any rank. ``read`` makes what the user gets of the payload; it may be called
-    again until the payload is released.
+    ``src`` is None for any rank. ``read`` converts the payload for the user; it may be called again
+    until the payload is released.
     """
 
     __slots__ = ("_expected", "_into", "_nbytes", "_read", "_result", "_sources")
@@ -238,7 +237,7 @@ class Receiving(MessageHandle):
             expected = ranks.messages.expect(rank, envelope, nbytes=self._nbytes, into=self._into)
         self._expected = expected
         expected.post()
-        ranks.check_member(src)  # after it was posted: closing the group ends what is posted
+        ranks.check_member(src)  # after the post: closing the group ends posted receives
 
     def _value(self) -> Any:
         return self._result
@@ -248,7 +247,7 @@ class Receiving(MessageHandle):
             try:
                 self._result = self._expected.take(deadline, self._read)
                 break
-            except MessageWithdrawnError:  # the sender's time was up: it was never sent
+            except MessageWithdrawnError:  # the sender's timeout passed: it was never sent
                 self._expect()
         self.source = self._peer
         if self.source is None:
@@ -256,7 +255,7 @@ class Receiving(MessageHandle):
 
     def _is_done(self) -> bool:
         try:
-            self._finish(AT_ONCE)  # also copies what is lent: its sender waits for that
+            self._finish(AT_ONCE)  # also copies lent memory, which its sender waits for
         except DeadlineExceededError:
             return False
         except RankwireError as error:
@@ -270,8 +269,8 @@ class Receiving(MessageHandle):
         return False
 
     def __del__(self) -> None:
-        # It may run anywhere, also where locks are held: so others do it, when they next receive.
-        expected = getattr(self, "_expected", None)  # none, if an interrupt fell into its making
+        # It may run anywhere, also where locks are held: so the next receive gives this one up.
+        expected = getattr(self, "_expected", None)  # not set if the constructor was interrupted
         if expected is not None and self._deadline is not None and self._error is None:
             with suppress(ForkedProcessError):
                 self._ranks.dropped.append(expected)

@@ -1,7 +1,7 @@
-"""Receive messages of a group, and read them, whether they are here or still with the sender.
+"""Receives messages of a group, and reads them, here or in the sender's memory.
 
-A message that its sender has withdrawn is skipped. One that is still in the sender's memory is read
-straight to where it belongs, once, and released.
+A message that its sender has withdrawn is skipped. One in the sender's memory is read directly into
+its destination, once, and released.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rankwire.wire.receive import (
 if TYPE_CHECKING:
     from rankwire.backends.posting import MessagePosting
 
-_LOOK_EVERY = 0.05  # seconds between two looks at a rank that is not the one waited for
-# Not every byte is a bool or a character: these are looked at before the user has them.
+_LOOK_EVERY = 0.05  # seconds between two checks of a rank other than the awaited one
+# Not every byte is a valid bool or character: these are checked before the user gets them.
 _CHECKED_KINDS = "bU"
 
 T = TypeVar("T")
@@ -54,7 +54,6 @@ def read_array(payload: Payload, out: Any) -> Any:
 
 
 def _is_in_order(message: ArrayMessage, target: np.ndarray[Any, Any]) -> bool:
-    """Whether a message's elements can be copied to the memory of an array as they are."""
     if not target.nbytes or message.head.dtype.kind in _CHECKED_KINDS:
         return False
     flags = target.flags
@@ -66,7 +65,7 @@ def _bytes_of(target: np.ndarray[Any, Any]) -> memoryview:
 
 
 class ArrayDestination(Destination):
-    """The memory of an array, for the elements of the message that holds such a one."""
+    """The memory of an array, for the elements of a message of its dtype and shape."""
 
     __slots__ = ("_out",)
 
@@ -80,12 +79,12 @@ class ArrayDestination(Destination):
             message = unpack_head(beginning, nbytes)
             is_in_order = _is_in_order(message, _target(message, self._out))
         except RankwireError:
-            return None  # as whoever receives it will find
+            return None  # the receiver raises it
         return message.start if is_in_order else None
 
 
 def destination_of(out: Any) -> Destination | None:
-    """Return where an array message is to come, if it is to come into an array and can."""
+    """Return the destination of an array message, if it can arrive in the memory of ``out``."""
     if isinstance(out, np.ndarray):
         target = out
     elif is_tensor(out) and advice_for(out) is None and not out.is_conj() and not out.is_neg():
@@ -100,11 +99,7 @@ def destination_of(out: Any) -> Destination | None:
 
 
 def share_memory(a: Any, b: Any) -> bool:
-    """Whether two arrays or tensors may have memory in common.
-
-    Raises:
-        ConfigurationError: The second one is neither.
-    """
+    """Whether two arrays or tensors may have memory in common."""
     _check_kind(b)
     return np.may_share_memory(_as_array(a), _as_array(b))
 
@@ -141,9 +136,7 @@ def _target(message: ArrayMessage, out: Any) -> np.ndarray[Any, Any]:
 def check_out(out: Any) -> None:
     """Raise, before anything is received, if ``out`` is an array that no message can fill.
 
-    Raises:
-        ConfigurationError: Its dtype is not carried: it holds references to objects, say. Or it
-            has a mask, which would stay as it is.
+    Its dtype cannot be sent, as with references to objects, or it has a mask, which would stay.
     """
     if is_masked(out):
         raise ConfigurationError("out has a mask: pass out.data, and set the mask afterwards")
@@ -157,7 +150,6 @@ def _check_kind(out: Any) -> None:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any]:
-    """Return an array on the memory of an array or tensor."""
     if isinstance(value, np.ndarray):
         return value
     array = map_tensor(value, carrier_of(value.dtype)[0])  # a lazy view has the same memory
@@ -197,7 +189,7 @@ def take(
                     raise
             return take_posted(ranks, src, envelope, deadline, read, nbytes, into)
         except MessageWithdrawnError:
-            continue  # the sender's time was up: this message was never sent
+            continue  # the sender's timeout passed: this message was never sent
 
 
 def take_posted(
@@ -213,7 +205,7 @@ def take_posted(
     expected = ranks.messages.expect(ranks.world[src], envelope, nbytes=nbytes, into=into)
     try:
         expected.post()
-        ranks.check_member(src)  # after it was posted: closing the group ends what is posted
+        ranks.check_member(src)  # after the post: closing the group ends posted receives
     except BaseException:
         expected.give_up()
         raise
@@ -223,7 +215,7 @@ def take_posted(
 def take_array_meanwhile(
     ranks: MessagePosting, src: int, tag: int, deadline: Deadline, out: Any, sent: SendHandle | None
 ) -> Any:
-    """Return an array; look up now and then whether the receiver of a sent message still lives."""
+    """Receive an array; check now and then whether the receiver of ``sent`` is lost."""
     while True:
         patience = deadline if sent is None else deadline.sooner(_LOOK_EVERY)
         try:
@@ -233,7 +225,7 @@ def take_array_meanwhile(
                 raise
             assert sent is not None
             if sent.wait(AT_ONCE):
-                sent = None  # it was taken: its taker may end now
+                sent = None  # the receiver has taken it, and may end now
 
 
 def raise_if_lost(ranks: MessagePosting, src: int, tag: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages without waiting: what ``Backend`` offers of them, and the checks of all messages."""
+"""Messages without waiting: their methods of ``Backend``, and the checks of all messages."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ Source = int | AnyRank
 
 
 class MessagePosting(PublicDir):
-    """Messages that go on while their thread does something else.
+    """Sends and receives messages while their thread does something else.
 
     Attributes:
-        mesh: Reaches the ranks of the world.
-        messages: Sends to them, and receives from them.
         world: The world ranks of the group, by rank.
-        dropped: Receives whose handles are gone, to be given up before the next one is made.
-        last_source: Of a receive from any rank: the next one looks behind it first.
+        dropped: Receives whose handles are gone; the next operation gives them up.
+        last_source: The last source of a receive from any rank; the next one starts after it.
     """
 
     mesh: Mesh
@@ -77,26 +75,25 @@ class MessagePosting(PublicDir):
     ) -> MessageHandle:
         """Send one message without waiting for the peer to take it.
 
-        What the peer does not accept now is sent as soon as it does. Messages to one rank leave in
-        the order of the calls of ``isend`` and ``send``; a ``send`` waits for what was posted
-        before. The first message to a rank connects to it.
+        What the peer does not accept now is sent as soon as it does. Messages to one rank are sent
+        in the order of the calls of ``isend`` and ``send``; a ``send`` waits for earlier ones. The
+        first message to a rank connects to it.
 
         Args:
             data: As for ``send``. Not copied: it must not change before the handle's ``wait`` has
                 returned.
             dst: The rank to send to.
-            tag: Only a receive with the same tag takes it.
-            timeout: Seconds from now until when ``wait`` must have returned; None is the backend's
-                default.
+            tag: Only a receive with the same tag takes the message.
+            timeout: Seconds from now in which ``wait`` must return; None is the backend's default.
 
         Returns:
-            A handle, whose ``wait`` returns None once the data may be changed again: a small
-            message has then left, a large one has been taken by the peer.
+            A handle, whose ``wait`` returns None once the data may change again: a small message is
+            sent, the peer has taken a large one.
 
         Raises:
             MessageTooLargeError: Nothing was sent.
-            ConfigurationError: The buffer, rank or tag is invalid; nothing was
-                sent. All other errors are raised by the handle's ``wait``.
+            ConfigurationError: The buffer, rank or tag is invalid; nothing was sent. The handle's
+                ``wait`` raises all other errors.
         """
         return self._post("isend", data, dst, tag, timeout)
 
@@ -106,7 +103,7 @@ class MessagePosting(PublicDir):
         """Send an array or tensor as ``send_array`` does, without waiting as ``isend`` does.
 
         Raises:
-            UnsupportedTypeError: It is neither, or its dtype cannot be sent.
+            UnsupportedTypeError: It is not an array or tensor, or its dtype cannot be sent.
         """
         return self._post("isend_array", array, dst, tag, timeout)
 
@@ -136,22 +133,21 @@ class MessagePosting(PublicDir):
     def irecv(self, src: Source, tag: int = 0, timeout: float | None = None) -> MessageHandle:
         """Post a receive for the next message from ``src`` with this tag; do not wait for it.
 
-        Receives are served in the order in which they were posted. From ``ANY_RANK``: the next
-        one that comes from whichever rank; those of one rank in their order, and no rank is
-        starved. It goes on while one of the others is there.
+        Receives get messages in the order in which they were posted. ``ANY_RANK`` takes the next
+        message from any rank: those of one rank in their order, and no rank is starved. Such a
+        receive goes on while any of the other ranks is up.
 
         Args:
             src: The rank to receive from, or ``ANY_RANK``.
             tag: The tag it was sent with.
-            timeout: Seconds from now until when ``wait`` must have returned; None is the backend's
-                default.
+            timeout: Seconds from now in which ``wait`` must return; None is the backend's default.
 
         Returns:
             A handle, whose ``wait`` returns the message, a ``bytearray`` that the caller owns.
 
         Raises:
-            ConfigurationError: The rank or tag is invalid. All other errors are raised by the
-                handle's ``wait``.
+            ConfigurationError: The rank or tag is invalid. The handle's ``wait`` raises all other
+                errors.
         """
         return self._ask("irecv", src, tag, timeout, None, whole_of)
 
@@ -160,8 +156,8 @@ class MessagePosting(PublicDir):
     ) -> MessageHandle:
         """Post a receive into ``buffer``, which must have the size of the message.
 
-        The content of the buffer is undefined until ``wait`` has returned. A large message
-        of one rank comes straight to its place while the thread reads anything from that rank.
+        The content of the buffer is undefined until ``wait`` has returned. A large message from a
+        given rank arrives directly in the buffer while the thread reads anything from that rank.
 
         Raises:
             ConfigurationError: The buffer is read-only, has gaps, or holds references.
@@ -189,7 +185,7 @@ class MessagePosting(PublicDir):
             timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
 
         Raises:
-            DeadlineExceededError: No message came in time; a later receive can still get it.
+            DeadlineExceededError: No message arrived in time; a later receive can still get it.
             PeerLostError: All other ranks are lost, and none of their messages is left.
         """
         handle = self._ask("recv_any", ANY_RANK, tag, timeout, None, whole_of)
@@ -251,17 +247,17 @@ class MessagePosting(PublicDir):
         return Receiving(self, op, rank, tag, deadline, nbytes, into, read)
 
     def others(self) -> list[int]:
-        """Return all other ranks, that behind the last source first."""
+        """Return all other ranks, starting after the last source."""
         first = self.last_source + 1
         ranks = [*range(first, self.world_size), *range(first)]
         return [rank for rank in ranks if rank != self.rank]
 
     def give_up_dropped(self) -> None:
-        """Give up the receives whose handles are gone: their messages are for others."""
+        """Give up the receives whose handles are gone: other receives get their messages."""
         while self.dropped:
-            with suppress(IndexError, ValueError):  # another thread was faster
+            with suppress(IndexError, ValueError):  # another thread removed it first
                 first = self.dropped[0]
-                first.give_up()  # after an interrupt, somebody does it again
+                first.give_up()  # after an interrupt, the next operation repeats it
                 self.dropped.remove(first)
 
     # -- checks ------------------------------------------------------------------------------------
@@ -290,14 +286,14 @@ class MessagePosting(PublicDir):
         return peer
 
     def check_member(self, rank: int | None) -> None:
-        """Raise if this group is closed, or if a rank of it was restarted since it was made."""
+        """Raise if this group is closed, or if the given rank was restarted since it was made."""
 
     def world_rank_of(self, rank: int) -> int:
-        """Return the rank in the whole world of a rank of this group."""
+        """Return the world rank of a rank of this group."""
         return self.world[check_rank(rank, self.world_size)]
 
     def adopted(self, peer: int | None, error: E) -> E:
-        """Return an error of the mesh with ranks of this group."""
+        """Replace the world ranks in an error of the mesh by ranks of this group."""
         return error
 
     def failed(
@@ -308,7 +304,7 @@ class MessagePosting(PublicDir):
         peer: int | None = None,
         tag: int | None = None,
     ) -> RankwireError:
-        """Return an error of the mesh with ranks of this group, and with what was being done."""
+        """Return an error of the mesh with ranks of this group, and the operation's context."""
         return self.explained(self.adopted(peer, error), op, deadline, peer, tag)
 
     def explained(
@@ -319,7 +315,7 @@ class MessagePosting(PublicDir):
         peer: int | None = None,
         tag: int | None = None,
     ) -> RankwireError:
-        """Add what this operation knows to an error that passes; of a delay, who causes it."""
+        """Add the operation's context to an error; to a timeout, also the cause of the delay."""
         is_new = error.op is None and not getattr(error, "is_explained", False)
         if isinstance(error, DeadlineExceededError):
             error.culprits = [self.world_rank_of(each) for each in error.waiting_for]

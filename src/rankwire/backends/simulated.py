@@ -1,7 +1,7 @@
-"""SimulatedBackend: all ranks of a world in one process, with faults on demand.
+"""SimulatedBackend: all ranks of a world in one process, with injected faults.
 
-Connections, inboxes and call ports are those of processes, over streams in memory, so that a
-program can be tested without processes.
+It uses the same connections, inboxes and call ports as worlds of processes, over streams in memory,
+to test programs without processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SimulatedBackend(Backend):
 
     Attributes:
         network: Shared by all ranks of the world; ``network.kill(rank)`` and
-            ``network.break_link(a, b)`` make faults.
+            ``network.break_link(a, b)`` inject faults.
     """
 
     _SHOWN = ("create_group", "network")
@@ -52,13 +52,13 @@ class SimulatedBackend(Backend):
 
         Args:
             world_size: The number of ranks, at least 1.
-            timeout: Seconds for every operation without its own timeout; None is
-                ``RANKWIRE_TIMEOUT``, or else 60.
+            timeout: Default timeout of operations in seconds; None uses ``RANKWIRE_TIMEOUT``, or
+                else 60.
             max_message_nbytes: Largest message sent or accepted.
-            queue_nbytes: Bytes on the way from one rank to another that it has not read, above
-                which the sender waits. One message larger than that may be sent when there is no
-                other. Calls have queues of their own. A rank that waits for a message reads those
-                before it and keeps them, as on a network.
+            queue_nbytes: Maximum of unread bytes from one rank to another; above it, the sender
+                waits. A larger message may be sent when there is no other. Calls have their own
+                queues. A rank that waits for a message reads those before it and keeps them, as on
+                a network.
             faults: The faults to inject; their times count from now. The world takes a copy.
             clock: The clock that all ranks and faults use.
 

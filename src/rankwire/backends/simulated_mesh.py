@@ -1,9 +1,9 @@
 """The mesh of a simulated rank: streams in memory instead of sockets.
 
-Dialling is a call of a function, and the network knows at once which ranks are gone. Faults of
-streams and ranks are in ``simulated_network``, fault plans in ``faults``; here is what a rank does
-when it leaves, dies or loses a peer. A peer is made when it is first needed, so that a world of a
-thousand ranks costs only what it uses.
+Dialling is a function call, and the network knows at once which ranks are gone.
+``simulated_network`` has the faults of streams and ranks, ``faults`` the fault plans; this module
+makes a rank leave, crash or lose a peer. A peer is made when it is first needed, so that a world of
+a thousand ranks costs only what it uses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PID = runtime.getpid()
 
 
 class _Peers(dict[int, Peer]):
-    """Peers by rank, each made when it is first asked for."""
+    """Peers by rank, each made on its first use."""
 
     def __init__(self, meet: Callable[[int], Peer]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Peers(dict[int, Peer]):
 
 
 class SimulatedMesh(Mesh):
-    """One rank of a world in this process, whose ranks share ``network``."""
+    """One rank of a world in this process; all its ranks share ``network``."""
 
     def __init__(
         self, rank: int, network: Network, *, timeout: float | None, max_message_nbytes: int
@@ -73,8 +73,8 @@ class SimulatedMesh(Mesh):
         self.network = network
         self.inquiries = _Inquiries(self)
         self.roll = RollClient(partial(network.report, rank))
-        self._meeting = runtime.Lock()  # guards the making of peers
-        self._gone: RankwireError | None = None  # why this rank can do nothing more
+        self._meeting = runtime.Lock()  # guards the creation of peers
+        self._gone: RankwireError | None = None  # why this rank has ended
 
     @override
     def open_calls(self, service: int, ranks: GroupRanks | None = None) -> CallPort:
@@ -89,19 +89,19 @@ class SimulatedMesh(Mesh):
         self.network.traffic.begin(self.rank, "collective")
 
     def check_alive(self) -> None:
-        """Raise if this rank can do nothing more."""
+        """Raise if this rank has ended."""
         if self._gone is not None:
             raise self._gone.copy()
 
     def meet(self, rank: int) -> Peer:
-        """Return a peer, which is made if it is not there yet."""
+        """Return a peer; create it if necessary."""
         with self._meeting:
             peer = self.peers.get(rank)
             if peer is None:
                 peer = self.peers[rank] = Peer(
                     Member(rank, _PID, "", 0, "", ""),
                     self.clock,
-                    # The network knows it at once.
+                    # the network knows it at once
                     await_verdict=lambda peer, patience: self.hear_of(peer.member.rank),
                     on_lost=self._note_loss,
                     explain=self._losses.explain,
@@ -111,7 +111,7 @@ class SimulatedMesh(Mesh):
         return peer
 
     def _note_loss(self, error: PeerLostError) -> None:
-        if error.peer != self.rank:  # else it is this rank that is lost to all others
+        if error.peer != self.rank:  # otherwise this rank is lost to all others
             self.events.lost(error)
 
     # -- what the network asks ---------------------------------------------------------------------
@@ -121,14 +121,14 @@ class SimulatedMesh(Mesh):
         return self.network.hear_agent(self.rank, says)
 
     def cut(self, peer: int) -> None:
-        """End the streams to a peer, at this moment."""
+        """Close the streams to a peer immediately."""
         if peer in self.peers:
             for connection in self.peers[peer].connections():
                 assert isinstance(connection.stream, MemoryStream)
                 connection.stream.abort()
 
     def die(self) -> None:
-        """Be dead: end all streams, at this moment."""
+        """Simulate a crash: close every stream immediately."""
         told = self.network.verdict(self.rank, self.rank)
         assert told is not None
         self._gone = told[0]
@@ -136,7 +136,7 @@ class SimulatedMesh(Mesh):
             self.cut(rank)
 
     def end(self) -> None:
-        """End everything that this rank waits for, because it is dead."""
+        """End every wait of this rank after its crash."""
         assert self._gone is not None
         self.presences.end()
         for port in self.ports.all():
@@ -145,7 +145,7 @@ class SimulatedMesh(Mesh):
             self.hear_of(rank)
 
     def hear_of(self, peer: int) -> None:
-        """Ask what has become of a peer, first of the root of its failure; give up who is gone."""
+        """Look up the state of a peer, first that of its failure's root; give up lost peers."""
         told = self.network.verdict(self.rank, peer)
         if told is None:
             return
@@ -193,11 +193,11 @@ class SimulatedMesh(Mesh):
                 self._send_rest(connection)
 
     def _send_rest(self, connection: Connection) -> None:
-        """Send the rest of a message that counts as sent: nobody would flush it any more."""
+        """Send the rest of a message that counts as sent: no thread would flush it later."""
         assert isinstance(connection.stream, MemoryStream)
         if connection.queued_nbytes > connection.stream.unsent_nbytes():
             connection.stream.outgoing.lift_limit()
-            with suppress(RankwireError):  # it has failed, or another thread is about to do it
+            with suppress(RankwireError):  # it has failed, or another thread does it
                 connection.outbox.flush(AT_ONCE)
 
     @override
@@ -213,7 +213,7 @@ class SimulatedMesh(Mesh):
 
 
 class SimulatedMessagePort(MessagePort):
-    """The messages of a simulated rank, which may be dead, and some of which a plan fails."""
+    """The messages of a simulated rank, which may have crashed; a plan makes some of them fail."""
 
     def __init__(self, mesh: SimulatedMesh) -> None:
         super().__init__(mesh)
@@ -299,7 +299,7 @@ class SimulatedConnections(Connections):
         try:
             other.enter(hello, far, None)
         except BaseException:
-            near.shut_down()  # interrupted: to the other end, this one gave up
+            near.shut_down()  # interrupted: the other end sees that this one gave up
             raise
         return near, None
 
@@ -313,7 +313,7 @@ class SimulatedConnections(Connections):
 
     @override
     def flush_when_possible(self, connection: Connection) -> None:
-        # Whoever reads at the other end sends it.
+        # The thread that reads the other end sends it.
         assert isinstance(connection.stream, MemoryStream)
         connection.stream.outgoing.flush_when_possible(partial(self._flush, connection))
 
@@ -327,7 +327,7 @@ class SimulatedConnections(Connections):
 
 
 class _Inquiries(Inquiries):
-    """Asks by calling a function of the other rank: no fault of messages concerns that."""
+    """Asks by a function call to the other rank, which no fault of messages affects."""
 
     _mesh: SimulatedMesh
 
@@ -341,7 +341,7 @@ class _Inquiries(Inquiries):
 
 
 def fail_calls(port: CallPort, on_call: Callable[[], None]) -> None:
-    """Have a port call ``on_call`` before each call; it raises for one that the plan fails."""
+    """Make a port call ``on_call`` before each call; it raises if the plan fails that call."""
     send = port.call
     waiting: set[int] = set()  # calls that were counted, and wait for room
 

@@ -1,18 +1,18 @@
-"""The simulated network: who of a world in one process is gone, and what befalls the streams.
+"""The simulated network: the state of a world's ranks and links, and faults of its streams.
 
-``Network`` knows who has left, who was killed and which links are broken. ``Traffic`` makes the
-streams that ranks are connected by and applies the fault plan to them. Neither knows messages and
-ports: ranks cut their streams when the network says so (``cut``, ``die``: at once, no waiting and
-no calling back), end what they wait for (``end``, ``hear_of``), and ask it what became of a peer.
+``Network`` knows which ranks have left or were killed and which links are broken. ``Traffic`` makes
+the streams between ranks and applies the fault plan to them. Neither knows messages and ports: when
+the network requests it, ranks close their streams (``cut``, ``die``: at once, without waiting or
+callbacks) and end their waits (``end``, ``hear_of``); they ask it for the state of a peer.
 
-A fault happens in two steps. First it is noted and the streams are cut, at once and in any thread,
-a sender's included: from then on whoever uses one finds it ended and asks here why. Then everybody
-is told, also those who use none. That runs callbacks of the user's, so a thread of its own does it,
-unless it is the user who makes the fault.
+A fault happens in two steps. First it is recorded and the streams are cut, at once and in any
+thread, a sender's included: a thread that uses such a stream finds it ended and asks here why. Then
+all ranks are informed. That runs callbacks of the user's, so it has a thread of its own, unless the
+user injects the fault.
 
 Locks: ``Network._lock`` and ``Traffic._lock`` guard the state; nothing is called under them.
-``_roll_lock`` guards the roll, which this network keeps in the place of a coordinator; what ranks
-are told is delivered under it.
+``_roll_lock`` guards the roll, which this network keeps instead of a coordinator; notices are
+delivered under it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,16 @@ if TYPE_CHECKING:
     from rankwire.backends.simulated_mesh import SimulatedMesh
 
 _KILLED = Fallen("it was killed", "")
-# A user's callback may still run in a thread; closing the world does not wait for it for ever.
+# A user's callback may still run in a thread; closing the world waits for it at most so long.
 _JOIN_LIMIT = 5.0
 
 
 class Traffic:
-    """The streams of a world and the operations of its ranks, as the plan has them. Thread-safe.
+    """The streams of a world and its ranks' operations, under a fault plan. Thread-safe.
 
-    Args:
-        plan: What goes wrong, and when.
-        queue_nbytes: What a stream holds.
-        clock: By which messages are delayed.
-        on_break: Called when a link has carried the messages after which it breaks.
-        on_kill: Called when a rank has sent the messages after which it dies.
+    ``on_break`` is called when a link has carried the messages after which it breaks, ``on_kill``
+    when a rank has sent the messages after which it is killed. ``queue_nbytes`` is the size of a
+    stream.
 
     Attributes:
         sent: How many messages each rank has sent, if the plan counts them.
@@ -96,7 +93,7 @@ class Traffic:
     def connect(
         self, src: int, dst: int, purpose: Purpose, service: int
     ) -> tuple[MemoryStream, MemoryStream]:
-        """Return the ends of a new stream, of the rank that dials and of the other one."""
+        """Return the two ends of a new stream, that of the dialling rank first."""
         if purpose is Purpose.MESSAGES:
             there, back = "messages", "courtesies"
         else:
@@ -108,7 +105,7 @@ class Traffic:
         delays, gate = self._plan.delays(src, dst, kind), self._gates.get(dst)
         if delays is None and gate is None and not self._plan.counts_messages:
             return None
-        with self._lock:  # a stream that is opened again goes on where the last one stopped
+        with self._lock:  # a reopened stream continues its sequence of delays
             delays = self._delays.setdefault((src, dst, kind), delays)
         return Route(self._clock.now, delays, gate, partial(self._count, src, dst))
 
@@ -129,7 +126,6 @@ class Network:
     """The state of a world's ranks and links. Safe from any thread.
 
     Attributes:
-        clock: The world's.
         traffic: The streams between the ranks.
         members: The ranks, once it has started.
     """
@@ -160,7 +156,7 @@ class Network:
         self._telling: list[runtime.Thread] = []
 
     def start(self, members: Sequence[SimulatedMesh]) -> None:
-        """Take the ranks; time begins for the fault plan."""
+        """Take the ranks, and start the clock of the fault plan."""
         self.members = members
         for rank, count in self._faults.kill_after_messages.items():
             if count == 0:
@@ -181,10 +177,10 @@ class Network:
     # -- faults on demand --------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
-        """Let a rank die now: it and all its peers see that at once.
+        """Kill a rank now: it and all its peers see that at once.
 
-        What it sent and has arrived stays receivable, what is under way is lost. A rank that has
-        left cannot die.
+        What has arrived from it stays receivable, what is under way is lost. A rank that has left
+        cannot be killed.
         """
         rank = check_rank(rank, self.world_size)
         if self._kill(rank, _KILLED):
@@ -200,9 +196,9 @@ class Network:
         self._tell_break(link)
 
     def on_kill(self, callback: Callable[[int], None]) -> None:
-        """Have ``callback(rank)`` called for each rank that is killed, also before now.
+        """Call ``callback(rank)`` for each rank that is killed, also for those killed before now.
 
-        Not for one that leaves, by an error or without. It may be called in any thread.
+        Not for a rank that leaves, by an error or without. It may be called in any thread.
         """
         with self._lock:
             self._on_kill.append(callback)
@@ -211,7 +207,7 @@ class Network:
             callback(rank)
 
     def was_killed(self, rank: int) -> bool:
-        """Whether a rank was killed, also if nobody was told yet."""
+        """Whether a rank was killed, even if no rank was informed yet."""
         with self._lock:
             return self._killed.get(rank) is _KILLED
 
@@ -220,8 +216,7 @@ class Network:
     def verdict(self, rank: int, peer: int) -> tuple[RankwireError, int | None] | None:
         """Return why ``rank`` cannot reach ``peer`` (which may be itself); None if it can.
 
-        Returns:
-            The error, and the rank because of which the peer fell, if it said so.
+        The error comes with the rank that caused the peer's failure, if the peer has reported one.
         """
         with self._lock:
             if rank in self._left:
@@ -245,7 +240,7 @@ class Network:
             return (self._killed.keys() | self._left | cut) - {rank}
 
     def report(self, rank: int, notice: Notice, patience: float) -> None:
-        """Take what a rank reports about a collective, and tell the ranks that need to know."""
+        """Take a rank's report about a collective, and inform the ranks that need it."""
         if self._is_gone(rank):
             return
         with self._roll_lock:
@@ -254,7 +249,7 @@ class Network:
                     self.members[other].roll.deliver(told)
 
     def hear_agent(self, rank: int, says: AgentSays) -> bool:
-        """Hear what an agent of a rank does; False if the rank is gone."""
+        """Take the report of a rank's agent; return False if the rank is gone."""
         with self._lock:
             if rank in self._left or rank in self._killed:
                 return False
@@ -274,7 +269,7 @@ class Network:
         self._answer(answers)
 
     def fall(self, rank: int, fallen: Fallen) -> None:
-        """Let a rank leave because of an error: its peers lose it and learn why."""
+        """Make a rank leave because of an error: its peers lose it and get the error."""
         is_new = self._kill(rank, fallen)
         self.leave(rank)
         if is_new:
@@ -317,7 +312,7 @@ class Network:
 
     def _tell_in_background(self, tell: Callable[[], None]) -> None:
         thread = runtime.Thread(target=tell, name="rankwire-tidings", daemon=True)
-        with self._lock:  # those who wait for it find it begun
+        with self._lock:  # the threads in ``depart`` find it started
             thread.start()
             self._telling = [*(each for each in self._telling if each.is_alive()), thread]
 

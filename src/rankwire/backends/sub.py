@@ -1,13 +1,12 @@
 """SubBackend: some of the ranks of a backend, as a backend of their own.
 
-A group is its members and its id over the mesh of its world. The group's id in the envelope keeps
-its messages apart from those of other groups.
+A group is its members and its id over the mesh of its world. The group's id in the envelope
+separates its messages from those of other groups.
 
 A group consists of certain processes. If a launcher restarts a member (``joins``), the group keeps
 it as lost, and the program makes another group.
 
 All members construct a group together: each sends every other its list of members (``agreement``).
-So a disagreement is found at once, and all members know the same group id.
 
 Lock: one, held for moments, guards a group's call ports and the groups made of it.
 """
@@ -45,20 +44,19 @@ class SubBackend(Backend):
     Every method is safe from any thread.
 
     All members make it at about the same time, and several groups with common members in the same
-    order; the constructor returns when all have confirmed. After a ``DeadlineExceededError`` it may
-    be made again with the same members.
+    order; the constructor returns when all have confirmed. After a ``DeadlineExceededError`` the
+    program may make it again with the same members.
 
-    Errors name ranks of this group; a note on each says which rank of the parent that is, and texts
-    from below use the parent's numbers.
+    Errors name ranks of this group; a note on each gives the rank of the parent, and texts from
+    lower layers use the parent's numbers.
 
     Args:
         parent: The backend whose ranks these are. It is not closed with the group, and must stay
             open.
         members: Parent ranks, in any order; repeated ones count once.
-        keep_order: Whether rank i of the group is ``members[i]``; then none may be repeated. All
-            members must give the same order. Groups of other orders are other groups.
-        timeout: Seconds for the agreement, and for every operation without its own timeout; None is
-            the parent's.
+        keep_order: Whether rank i of the group is ``members[i]``; then ``members`` must not repeat
+            a rank, and all members must give the same order. Other orders make other groups.
+        timeout: Seconds for the agreement, and default timeout of operations; None is the parent's.
 
     Raises:
         InvalidWorldSizeError: The list of members is empty.
@@ -86,7 +84,7 @@ class SubBackend(Backend):
         self._members = chosen
         self._lock = runtime.Lock()
         self._ports: list[CallPort] = []
-        self._groups: list[ref[SubBackend]] = []  # those made of this one
+        self._groups: list[ref[SubBackend]] = []  # made of this one
         self._closed = False
         self._joins = mesh.joins
         self._incarnations = [mesh.incarnation_of(rank) for rank in world]
@@ -178,7 +176,7 @@ class SubBackend(Backend):
         return super().on_peer_lost(lost)
 
     def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
-        """Have a function called when a member was started anew, which ends this group."""
+        """Call ``callback(rank, incarnation)`` when a member was restarted; this ends the group."""
 
         def joined(world_rank: int, incarnation: int) -> None:
             rank = self.ranks.find(world_rank)
@@ -207,7 +205,7 @@ class SubBackend(Backend):
     @override
     def explained(self, error: RankwireError, *context: Any) -> RankwireError:
         if isinstance(error, DeadlineExceededError | CollectiveAbortedError):
-            self.ranks.note(error, error.waiting_for)  # a collective finds out who is missing here
+            self.ranks.note(error, error.waiting_for)  # a collective finds the missing ranks here
         return super().explained(error, *context)
 
     # -- ending ------------------------------------------------------------------------------------
@@ -218,7 +216,7 @@ class SubBackend(Backend):
         port = self.mesh.open_calls(service_of_group(self.group, service), self.ranks)
         with self._lock:
             self._ports.append(port)
-        if self._closed:  # meanwhile: then close() may have missed it
+        if self._closed:  # meanwhile, and close() may have missed it
             port.close()
         return port
 
@@ -226,7 +224,7 @@ class SubBackend(Backend):
         with self._lock:
             living = [each for each in self._groups if each() is not None]
             self._groups = [*living, ref(group)]
-        if self._closed:  # meanwhile: then close() may have missed it
+        if self._closed:  # meanwhile, and close() may have missed it
             group.close()
 
     @property
@@ -236,10 +234,10 @@ class SubBackend(Backend):
 
     @override
     def close(self, *, error: BaseException | None = None) -> None:
-        """End the view and its call ports, not the parent. Idempotent.
+        """Close the group and its call ports, not the parent. Idempotent.
 
-        Receives and barriers that wait, also those of groups made of this one, and all later
-        operations get ``ChannelClosedError``. A send that waits for room goes on.
+        Waiting receives and barriers, also those of groups made of this one, and all later
+        operations raise ``ChannelClosedError``. A send that waits for room goes on.
         """
         with self._lock:
             self._closed = True
@@ -251,6 +249,6 @@ class SubBackend(Backend):
             self.operations.release()
         for port in ports:
             port.close()
-        # Receives are posted before they look whether the group is closed: none is missed.
+        # Receives are posted before they check whether the group is closed: none is missed.
         self.messages.abandon(self.group, ChannelClosedError("this group is closed"))
         self._ports, self._groups = [], []  # last: after an interrupt, the next close repeats it

@@ -30,35 +30,35 @@ DEFAULT_JOIN_TIMEOUT = 300.0
 class TcpBackend(Backend):
     """One rank of a world whose ranks are processes.
 
-    Construction returns when all ranks are up, or fails on all of them, naming the ranks that are
-    missing. Start the ranks in any order.
+    The constructor returns when all ranks are up, or fails on all of them, naming the missing
+    ranks. Start the ranks in any order.
 
     Args:
         rank: This process's rank.
         world_size: The number of ranks; the same everywhere.
         address: ``host:port`` at which rank 0 listens. Rank 0 may use port 0 and read the chosen
             one from ``address``.
-        secret: At least 16 bytes that all ranks know, or what a launcher gave this rank instead.
-            Not needed on loopback, where ranks of one user find each other.
+        secret: At least 16 bytes that all ranks share, or the launcher's key for this rank. Not
+            needed on loopback, where ranks of one user find each other.
         job: A name; ranks of different jobs refuse each other.
-        timeout: Seconds for every operation without its own timeout; None is
-            ``RANKWIRE_TIMEOUT``, or else 60.
+        timeout: Default timeout of operations in seconds; None uses ``RANKWIRE_TIMEOUT``, or else
+            60.
         join_timeout: Seconds for the world to form.
-        transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; the others
-            force one.
-        spin: Seconds a waiting thread polls before it sleeps; None is 200 us. If there are more
-            ranks than cores on this host, it yields the core between polls.
+        transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; ``"tcp"`` and
+            ``"unix"`` force one.
+        spin: Seconds that a waiting thread polls before it sleeps; None is 200 us. With more ranks
+            than cores on this host, it yields the core between polls.
         max_message_nbytes: Largest message sent or accepted.
-        single_copy: Read large messages of ranks on this host straight out of their memory, where
-            the kernel allows it; ``link_to`` says whether.
-        segment_nbytes: Bytes of memory that the ranks of a group on one host share for collectives
-            on small and middle arrays, at most; 0 for none. Used if all of them can.
+        single_copy: Read large messages of ranks on this host directly from their memory, where the
+            kernel allows it; ``link_to`` says whether.
+        segment_nbytes: Maximum bytes of memory that the ranks of a group on one host share for
+            collectives on small and middle arrays; 0 for none. Used if all of them can.
         listen: Where this rank listens: ``host``, ``host:port``, ``host:low-high`` or
-            ``:low-high``; the host may be a network interface. Without it: the address that reached
+            ``:low-high``; the host may be a network interface. Default: the address that reached
             the rendezvous, and any free port. One port serves everything. For rank 0, where to
             listen if the host of ``address`` is not one of its own.
-        advertise: The host by which others reach this rank, if that is not where it listens. The
-            coordinator tries it before it lets the rank in.
+        advertise: The host by which others reach this rank, if it differs from where it listens.
+            The coordinator tries it before it admits the rank.
         suspect_after: Seconds of silence after which a rank is suspected. This only calls
             ``on_peer_suspected``. The smallest value of all ranks applies.
         fail_after: Seconds of silence after which a rank is given up with
@@ -70,10 +70,9 @@ class TcpBackend(Backend):
             (frames are sealed), ``"tls"`` if ``tls`` is given. ``"insecure"`` runs without a
             secret. The same on all ranks; see ``SECURITY.md``.
         integrity: What protects payloads above 64 KiB of messages and collectives where frames are
-            sealed: ``"crc"`` finds damage, ``"mac"`` also alteration.
+            sealed: ``"crc"`` detects damage, ``"mac"`` also alteration.
         tls: Files for TLS between hosts.
-        listener: For rank 0: a TCP socket that is bound and listening already. Owned by the backend
-            from now on.
+        listener: For rank 0: a bound and listening TCP socket, which the backend owns from now on.
         clock: The clock that all waits use. It must run in real time, because the operating system
             waits for sockets.
 
@@ -163,7 +162,7 @@ class TcpBackend(Backend):
         return str(self.mesh.formation.address)
 
     def link_to(self, rank: int, timeout: float | None = None) -> Link:
-        """Return how messages to a rank travel; connects if that has not happened yet."""
+        """Return how messages to a rank are sent; connect first if necessary."""
         deadline = Deadline.of(timeout, self.timeout, self.clock)
         try:
             return self.mesh.connections.link_to(self._check_peer(rank), deadline)
@@ -171,7 +170,7 @@ class TcpBackend(Backend):
             raise self.failed(error, "link_to", deadline, rank) from error.__cause__
 
     def leave_at_exit(self, error: BaseException | None) -> None:
-        """Leave at the end of the interpreter, by the error that the program ends with."""
+        """Leave at the end of the interpreter, with the error that ends the program."""
         self.close(error=error)
 
     def __repr__(self) -> str:

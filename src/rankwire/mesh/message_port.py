@@ -168,7 +168,7 @@ class Lookout:
         return [stream for inbox in list(self._inboxes) for stream in inbox.watch()]
 
     def read(self) -> bool:
-        """Read what has arrived, without waiting; return whether anything was read."""
+        """Read what has arrived, without waiting; return whether this thread could read."""
         is_read = False
         for inbox in list(self._inboxes):
             is_read = inbox.read() or is_read
