@@ -1,9 +1,9 @@
-"""Accept connections and authenticate them, on one background thread per process.
+"""Accepts connections and authenticates them, on one background thread per process.
 
 The thread serves a selector: it also reads control connections and runs timers (``EventThread``).
-Handshakes run concurrently, without blocking, and have five seconds each, TLS included. Silent and
-garbage connections are closed without an answer; a peer with the wrong secret receives a refusal.
-When all slots are taken, the oldest connection is closed.
+Handshakes run concurrently, with a timeout of five seconds each, TLS included. Silent and garbage
+connections are closed without an answer; a peer with the wrong secret receives a refusal. When all
+slots are taken, the oldest connection is closed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class EventThread:
         self._wakeup.post(action)
 
     def catch_up(self, deadline: Deadline) -> None:
-        """Wait until all that has come by now is read. Safe from any other thread."""
-        seen = self._rounds + 2  # one round is under way; the next one sees what is there
+        """Wait until everything that has arrived by now is read. Safe from any other thread."""
+        seen = self._rounds + 2  # one round is in progress; the next one sees what has arrived
         while self._rounds < seen and not self._closing and not deadline.expired:
             self._wakeup.release()
             self.clock.sleep(min(_CATCHING_UP_NAP, deadline.sleep_limit()))
@@ -129,7 +129,7 @@ class EventThread:
         self.call_soon(begin)
 
     def _register(self, file: Pollable, events: int, action: Callable[[], None]) -> None:
-        self.unwatch(file)  # one with its number, that was closed elsewhere
+        self.unwatch(file)  # a file with its number that was closed elsewhere
         self._selector.register(file, events, action)
 
     def unwatch(self, file: Pollable) -> None:
@@ -151,15 +151,15 @@ class EventThread:
         self._selector.close()
 
     def close_in_child(self) -> None:
-        """Close this child's copies of what the parent has, see ``fork``."""
+        """Close this child's copies of the parent's resources, see ``fork``."""
         self._let_go()
-        if not self._closing:  # else the number may be another's by now
+        if not self._closing:  # else another file may have the number by now
             self._closing = True
             self._selector.close()
         self._wakeup.close_in_child()
 
     def _let_go(self) -> None:
-        """Close what the subclass has. The thread has stopped, or is the caller."""
+        """Close the subclass's resources. The thread has stopped, or is the caller."""
 
     def _run(self) -> None:
         while not self._closing:
@@ -168,7 +168,7 @@ class EventThread:
             for key, _ in self._selector.select(due):
                 if self._closing:
                     return
-                # A handler may have ended this registration, and another taken its number.
+                # A handler may have unregistered it, and a new file may have its number.
                 if self._selector.get_map().get(key.fd) is key:
                     self._handle(key.data)
             for timer in self._timers:
@@ -180,7 +180,7 @@ class EventThread:
         try:
             if not self._closing:
                 action()
-        except Exception:  # a mistake with one must not end it for all others
+        except Exception:  # an error with one file must not end the thread for all others
             _log.exception("%s could not handle an event", self._thread.name)
 
 
@@ -188,11 +188,11 @@ class EventThread:
 class _Timer:
     seconds: float
     action: Callable[[], None]
-    deadline: Deadline  # for the next time
+    deadline: Deadline  # for the next call
 
 
 def room_for(world_size: int) -> int:
-    """Return how many handshakes may run at once: all ranks may dial, some of them again."""
+    """Return the maximum of concurrent handshakes: all ranks may dial, some of them again."""
     return max(_LEAST_ROOM, 2 * world_size)
 
 
@@ -209,10 +209,8 @@ class House(Protocol):
 class Acceptor(EventThread):
     """Accepts connections from ``start`` to ``close``.
 
-    Args:
-        key: The handshake key, or a function that finds it; called on the acceptor's thread.
-        room: How many connections may be in their handshake at once. Change the attribute on this
-            thread, or before ``start``.
+    ``key`` may be a function that finds the handshake key. Change ``room``, the maximum of
+    concurrent handshakes, on this thread or before ``start``.
     """
 
     def __init__(
@@ -229,7 +227,7 @@ class Acceptor(EventThread):
         self._key = key
         self._policy = policy
         self._listeners: list[Listener] = []
-        # In the order in which they came, each with the end of its time.
+        # In order of arrival, with their deadlines.
         self._strangers: dict[_Stranger, Deadline] = {}
         super().__init__("rankwire-acceptor", clock)
 
@@ -247,12 +245,12 @@ class Acceptor(EventThread):
         self._strangers.clear()
 
     def _accept(self, listener: Listener) -> None:
-        for _ in range(_ACCEPTS_A_ROUND):  # a flood must not keep handshakes from going on
+        for _ in range(_ACCEPTS_A_ROUND):  # a flood must not delay handshakes in progress
             try:
                 stream = listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionError as error:  # that one hung up, or must not connect
+            except ConnectionError as error:  # the peer hung up, or must not connect
                 _log.debug("dropped a connection: %s", error)
                 continue
             except OSError as error:
@@ -276,7 +274,7 @@ class Acceptor(EventThread):
             self._drop(next(iter(self._strangers)), "too many connections are in their handshake")
         try:
             stranger = _Stranger(self._policy.accept(stream), self._key)
-        except OSError:  # it is gone already
+        except OSError:  # the peer has closed it
             stream.close()
             return
         if not self._strangers:
@@ -285,7 +283,7 @@ class Acceptor(EventThread):
         self._register(stranger.stream, runtime.EVENT_READ, partial(self._advance, stranger))
 
     def _sweep(self) -> None:
-        """Close the connections whose time has passed. With a timer each, it would be N squared."""
+        """Close the connections past their deadline. One timer for each would take N squared."""
         for stranger, deadline in list(self._strangers.items()):
             if not deadline.expired:
                 return
@@ -307,7 +305,7 @@ class Acceptor(EventThread):
                     stranger.stream.send_all(stranger.responder.refusal())
                     raise
                 self._judge(stranger, hello)
-        except OSError as error:  # our own errors of this kind included
+        except OSError as error:  # some of our own errors are OSErrors
             self._drop(stranger, str(error))
         except BaseException:
             self._drop(stranger, "a mistake of this end")
@@ -327,7 +325,7 @@ class Acceptor(EventThread):
             self._drop(stranger, f"rank {hello.rank}: {status.name}")
             return
         self._release(stranger)
-        # Before this thread reads anything else: what a welcome peer sends is still received.
+        # Before this thread reads anything else, so that a welcome peer's frames are received.
         try:
             self._house.enter(hello, stranger.stream, stranger.responder.seals())
         except BaseException:
@@ -342,7 +340,6 @@ class Acceptor(EventThread):
             stranger.stream.close()
 
     def _release(self, stranger: _Stranger) -> None:
-        """Stop serving a handshake; the stream stays open."""
         del self._strangers[stranger]
         if not self._strangers:
             self.call_no_more(self._sweep)

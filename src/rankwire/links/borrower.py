@@ -1,8 +1,8 @@
-"""Read a payload out of the memory of another process of this host.
+"""Reads a payload from the memory of another process of this host.
 
-The receiving thread copies it straight to its destination; for a receive that is only posted, the
-thread that reads the connection does (``bring_to``). A receipt then releases the sender. The other
-end is ``lender``, the protocol ``wire.loans``. Lock: that of a ``Borrowed`` guards its state.
+The receiving thread copies it directly to its destination; for a posted receive, the thread that
+reads the connection does (``bring_to``). A receipt then releases the sender. The other end is
+``lender``, the protocol ``wire.loans``. Lock: that of a ``Borrowed`` guards its state.
 """
 
 from __future__ import annotations
@@ -24,22 +24,18 @@ from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan
 from rankwire.wire.receive import Destination, MessageWithdrawnError, Placed
 
 _NONE = 0
-# A lender decides within microseconds; if it is stopped in between, its process is as good as gone.
+# A lender decides within microseconds; if it is stopped in between, it is treated as lost.
 _DECISION_PATIENCE = 1.0
-_NAP = 50e-6  # until the next look whether it has
+_NAP = 50e-6  # between two looks at its decision
 
 
 @dataclass(eq=False, repr=False)
 class Borrowed(UnreadPayload):
     """A payload in the memory of another process.
 
-    Each step is noted before the next, so that after an interrupt it is not taken twice.
-
-    Args:
-        fail: Called with the cause if that process is gone; returns the error to raise.
-
-    Attributes:
-        place: The memory of a posted receive to which the payload is or was copied.
+    Each step is noted before the next, so that an interrupted step is not repeated. ``place`` is
+    the memory of a posted receive to which the payload is or was copied. ``_fail`` is called with
+    the cause if that process is gone, and returns the error to raise.
     """
 
     _loan: Loan
@@ -64,12 +60,12 @@ class Borrowed(UnreadPayload):
 
     @property
     def is_revoked(self) -> bool:
-        """Whether the sender has withdrawn it by now."""
+        """Whether the sender has withdrawn it."""
         with self._lock:
             return self._revoked or self._guard() == self._loan.number | REVOKED
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Copy a part of the payload into a view, out of the sender's memory."""
+        """Copy a part of the payload into a view, from the sender's memory."""
         if len(view):
             with self._lock:
                 self._pull(start, view)
@@ -91,7 +87,7 @@ class Borrowed(UnreadPayload):
             raise ProtocolError(f"no memory for a message of {len(self)} bytes") from error
 
     def beginning(self) -> memoryview:
-        """Return the first bytes, by which a destination decides whether the rest belongs there."""
+        """Return the first bytes, with which a destination decides whether it takes the payload."""
         with self._lock:
             if not self._beginning:
                 beginning = bytearray(min(HEAD_NBYTES, len(self)))
@@ -102,7 +98,7 @@ class Borrowed(UnreadPayload):
     def bring_to(self, place: Destination) -> Placed:
         """Copy the payload without its head to a destination, and release the sender.
 
-        Safe to repeat. Call ``beginning`` first. Meanwhile nothing else uses the destination.
+        Safe to repeat. Call ``beginning`` first. Nothing else may use the destination meanwhile.
         """
         with self._lock:
             start = len(self) - len(place.view)
@@ -132,13 +128,13 @@ class Borrowed(UnreadPayload):
             self._release()
 
     def _pull(self, start: int, view: memoryview) -> None:
-        if self._memory is not None:  # read as a whole by a thread that was interrupted
+        if self._memory is not None:  # an interrupted thread has read all of it
             view[:] = memoryview(self._memory)[start : start + len(view)]
             return
         if self._revoked:
             raise MessageWithdrawnError("the sender took the message back")
         if self._receipt:
-            raise ProtocolError("this message has been given back")  # a mistake of ours
+            raise ProtocolError("this message has been given back")  # an error in this module
         guard = ctypes.c_uint64(_NONE)
         address, wanted = address_of(view), len(view)
         done, number = 0, 0
@@ -149,14 +145,13 @@ class Borrowed(UnreadPayload):
             count, number = transfer(READ, self._pid, local, remote)
             if count <= 0:
                 break
-            done += count  # with the last part comes the guard, and more than was wanted
+            done += count  # the last part brings the guard, and more bytes than were wanted
         if done == wanted:
             guard.value = self._guard() or _NONE
         if done < wanted or guard.value != self._loan.number:
             raise self._why_not(number)
 
     def _guard(self) -> int | None:
-        """Return the guard word; None if the process is gone."""
         guard = ctypes.c_uint64(_NONE)
         local = [(ctypes.addressof(guard), WORD_NBYTES)]
         count, _ = transfer(READ, self._pid, local, [(self._loan.guard, WORD_NBYTES)])
@@ -194,11 +189,11 @@ class Borrowed(UnreadPayload):
         self._is_settled = True
 
     def _write_receipt(self, value: int) -> None:
-        """Write and note it in one step: a second receipt might land in another loan's word."""
+        """Write and note it in one step: a second receipt could overwrite another loan's word."""
         word = ctypes.c_uint64(value)
         local = (Vector * 1)(Vector(ctypes.addressof(word), WORD_NBYTES))
         remote = (Vector * 1)(Vector(self._loan.receipt, WORD_NBYTES))
-        # If it cannot be written, its owner is gone and does not wait.
+        # If this fails, the lender is gone and does not wait.
         call_and_note(self._receipt, WRITE, self._pid, local, 1, remote, 1, 0)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""One connection: send and receive whole frames over any stream.
+"""One connection: sends and receives whole frames over any stream.
 
 ``outbox.Outbox`` writes, from any thread. A large payload to a process of this host is lent instead
-(``lender``): the frame describes it, and the peer copies it out of this process's memory.
+(``lender``): the frame describes it, and the peer copies it from this process's memory.
 ``frame_reader`` reads and ends a connection, ``wire.protocol`` begins it.
 """
 
@@ -46,24 +46,22 @@ class Connection(FrameReader):
 
     Args:
         sock: Connected and authenticated: a stream, or a non-blocking socket. Owned from now on.
-        max_nbytes: Largest payload accepted from the peer.
         on_rest: Called in any thread, with the send lock held, when the peer took only a part of a
             frame in time; has the rest flushed once the peer takes more.
-        incoming: Whether the peer dialled. If it then closes without having sent anything, it gave
-            up dialling, which is no failure.
+        incoming: Whether the peer dialled. If it closes without having sent anything, it gave up
+            dialling, which is no failure.
         single_copy: Whether to read and share memory with the peer where the kernel allows it.
         on_lost: Called in any thread with the cause if the connection fails; returns the cause to
             keep, because its owner may know more.
         on_left: The same for a peer that left in good order, if a thread waits for an answer.
-        seals: The seals of the frames from the handshake; None if frames are not sealed.
 
     Attributes:
         send_small: ``send`` for messages that are never lent.
         post_small: ``send_small`` without waiting.
     """
 
-    # From here on a payload is lent. There and back take, lent and by stream: 238 and 126 us at 512
-    # KiB, 321 and 216 us at 1 MiB, 0.77 and 1.17 ms at 4 MiB, 3.0 and 7.7 ms at 16 MiB.
+    # Payloads from this size are lent. Round trip, lent and by stream: 238 and 126 us at 512 KiB,
+    # 321 and 216 us at 1 MiB, 0.77 and 1.17 ms at 4 MiB, 3.0 and 7.7 ms at 16 MiB.
     lend_from = 2 << 20
 
     def __init__(
@@ -108,7 +106,7 @@ class Connection(FrameReader):
         self._spin = spin or Spin(0.0, clock)
         self._pid = pid
         self._may_share = single_copy and seals is None
-        # A ring does not look for messages that are too large: no message in it may be.
+        # A ring does not check for too large messages, so all that fit must be allowed.
         self._may_offer = (
             self._may_share and self._spin.most > 0.0 and CAN_SHARE and max_nbytes >= RING_NBYTES
         )
@@ -134,12 +132,12 @@ class Connection(FrameReader):
 
     @property
     def can_lend(self) -> bool | None:
-        """Whether the peer can read this process's memory; None until it has introduced itself."""
+        """Whether the peer can read this process's memory; None before its introduction."""
         return self._protocol.can_lend
 
     @property
     def why_not_lend(self) -> str:
-        """The reason if the peer cannot read this process's memory."""
+        """Why the peer cannot read this process's memory."""
         return self._protocol.why_not_lend
 
     @property
@@ -150,7 +148,7 @@ class Connection(FrameReader):
         return self.outbox.held_nbytes + in_ring + self.stream.unsent_nbytes()
 
     def is_unanswered(self, seconds: float) -> bool:
-        """Whether the peer's host has acknowledged nothing under way for so long.
+        """Whether the peer's host has not acknowledged sent data for so many seconds.
 
         Call it repeatedly from one thread: it compares with the previous call.
         """
@@ -171,26 +169,23 @@ class Connection(FrameReader):
         hold: bool = False,
         meanwhile: Meanwhile | None = None,
     ) -> None:
-        """Send one frame. Safe from any thread; the buffers are free again on return.
+        """Send one frame. Safe from any thread; the caller may reuse the buffers on return.
 
         The deadline includes the frames of other threads before it. With ``hold``, a small frame
-        may stay here until the next one leaves; the caller flushes soon. While the peer takes no
-        more, the thread reads ``meanwhile``, perhaps with the send lock held.
-
-        Raises:
-            DeadlineExceededError: The peer did not take it in time. If ``may_have_arrived``, it
-                took a part, and the rest follows in the background; else it never arrives.
-            RankwireError: The connection has failed.
+        may wait for the next one; the caller flushes soon. While the peer takes no more, the thread
+        reads ``meanwhile``, perhaps with the send lock held. If a ``DeadlineExceededError`` has
+        ``may_have_arrived``, the peer took a part, and the rest follows in the background;
+        otherwise the frame never arrives.
         """
         if message[1] >= self.lend_from and self._protocol.can_lend:
-            if deadline.limit <= 0.0:  # the peer cannot have read it in no time
+            if deadline.limit <= 0.0:  # the peer cannot read it in no time
                 raise self.outbox.not_taken(deadline)
             handle = offer(self, envelope, message, deadline, meanwhile)
             if handle is not None:
                 try:
                     handle.settle(deadline)
                 finally:
-                    handle.revoke()  # also if an interrupt fell before ``settle``
+                    handle.revoke()  # also if an interrupt stopped the thread before ``settle``
             return
         self.outbox.send(envelope, message, deadline, hold, meanwhile)
 
@@ -199,9 +194,9 @@ class Connection(FrameReader):
         self.send(*BELL, deadline)
 
     def introduce(self, *, is_read: bool = True) -> None:
-        """Notify a peer of this host whether we can read its memory; offer a ring if much is read.
+        """On a new connection, notify a local peer whether this process can read its memory.
 
-        At once, on a new connection.
+        If ``is_read``, also offer a ring.
         """
         if isinstance(self.stream, UnixStream):
             if is_read and self._may_offer:
@@ -221,7 +216,7 @@ class Connection(FrameReader):
     def _take_offer(self) -> None:
         """Write through the ring that the peer has offered, if it can be opened.
 
-        Not before this end has introduced itself: a peer that dialled may still give up.
+        Only after this end's introduction: a peer that dialled may still give up.
         """
         offer, stream = self._protocol.ring_offer, self.stream
         if offer is None or not self._may_share or not self.outbox.frames_sent:
@@ -242,14 +237,14 @@ class Connection(FrameReader):
         try:
             self.outbox.send(FAREWELL, ((), 0), deadline, last=end)
         except RankwireError:
-            return  # it is gone, or takes nothing any more: then it sees the end of the stream
+            return  # it is gone, or takes no more: then it sees the end of the stream
         self.failure = self.failure or end
 
     def await_introduction(self, deadline: Deadline, check: Callable[[], None]) -> None:
-        """Wait until a peer of this host has introduced itself, on a connection we dialled.
+        """Wait until a peer of this host has introduced itself, on a dialled connection.
 
         Calls ``check`` repeatedly; an exception from it ends the wait. Raises
-        ``DeadlineExceededError`` if the peer has not introduced itself in time.
+        ``DeadlineExceededError``.
         """
         while self.can_lend is None and self.failure is None:
             if self.read_ready() is None and self.can_lend is None:

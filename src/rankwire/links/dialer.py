@@ -1,7 +1,4 @@
-"""Authenticate a connection that this process has opened.
-
-Blocks the thread that needs the connection, until its deadline. The other end is ``acceptor``.
-"""
+"""Authenticates a connection that this process has opened. The other end is ``acceptor``."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from rankwire.transports.sockets import wait_patiently
 from rankwire.wire.handshake import CHALLENGE_NBYTES, NONCE_NBYTES, VERDICT_NBYTES, Hello, Initiator
 from rankwire.wire.seals import Seals
 
-HANDSHAKE_LIMIT = 5.0  # seconds for the handshake with a stranger
-_TLS_ALERT = b"\x15\x03"  # how a listener inside TLS answers what is not TLS
+HANDSHAKE_LIMIT = 5.0  # seconds for an unauthenticated peer
+_TLS_ALERT = b"\x15\x03"  # the answer of a TLS listener to other data
 
 
 def authenticate(
@@ -39,14 +36,13 @@ def authenticate(
     """Prove to the other end that this one has the key, and verify the same of it.
 
     If this raises, the caller still has to close ``sock``. ``check`` is called repeatedly while
-    waiting; an exception from it ends the wait. Returns the stream, inside TLS if the policy wants
-    it, and the seals of its frames, if any.
+    waiting; an exception from it ends the wait. Returns the stream, inside TLS if the policy
+    requires it, and the seals of its frames, if any.
 
     Raises:
-        AuthenticationError: The other end does not have the key, refuses our proof, cannot do TLS,
-            or shows the certificate of another rank.
-        NoConnectionError: It closed the connection during the handshake, or refused
-            (``RendezvousError`` when joining).
+        AuthenticationError: The key, TLS or the certificate of the other end is wrong, or it
+            refuses this end's proof.
+        NoConnectionError: It closed the connection, or refused (``RendezvousError`` when joining).
         DeadlineExceededError: It did not answer in time.
     """
     stream = policy.dial(stream_of(sock), deadline, check)
@@ -70,7 +66,7 @@ def authenticate(
         stream.send_all(initiator.proof(challenge))
         verdict = _receive(stream, VERDICT_NBYTES, deadline, check)
     except RankwireError:
-        raise  # some of ours are also OSErrors
+        raise  # some of our own errors are also OSErrors
     except OSError as error:
         raise NoConnectionError(f"the handshake failed: {error.strerror or error}") from error
     if len(verdict) < VERDICT_NBYTES:

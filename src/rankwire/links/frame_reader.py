@@ -1,11 +1,10 @@
-"""Read frames from a stream, one thread at a time, and find out why the stream has ended.
+"""Reads frames from a stream, one thread at a time, and finds out why the stream has ended.
 
 The owner decides which thread reads: ``inbox.Inbox`` for receives and replies, the poller of calls
 for requests. The parser's state stays here, so a reader loses nothing if its deadline passes or an
 interrupt comes in the middle of a frame.
 
-Failure is sticky: the first cause is kept in ``failure`` and raised by every later use. Only errors
-of this package leave from here.
+Failure is sticky: every later use raises the first cause. All errors raised are of this package.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ Explain = Callable[[RankwireError], RankwireError]
 
 
 class ConnectionEnd:
-    """The part of a connection that knows its end; see ``Connection`` for the arguments.
+    """The part of a connection that handles its end; see ``Connection`` for the arguments.
 
     ``fail`` and ``look_for_end`` are safe from any thread.
 
     Attributes:
-        failure: Why the connection cannot be used any more; None if it can.
+        failure: Why the connection has failed, or None.
     """
 
     outbox: Outbox
@@ -63,7 +62,7 @@ class ConnectionEnd:
         self.failure: RankwireError | None = None
         self._protocol = protocol
         self.parser = parser
-        self._ending: RankwireError | None = None  # the first cause, while its owner is asked
+        self._ending: RankwireError | None = None  # the first cause, while ``on_lost`` runs
         self._on_lost = on_lost
         self._on_left = on_left
         self._farewell_nbytes = HEADER_NBYTES + (SEAL_NBYTES if is_sealed else 0)
@@ -83,7 +82,7 @@ class ConnectionEnd:
         return self._protocol.end_of_stream(in_frame=self.parser.in_frame, reason=reason)
 
     def _why_not_sent(self, error: OSError) -> RankwireError:
-        # The last bytes may be a farewell: a connection that is only written has no reader.
+        # The last bytes may be a farewell: a connection that only writes has no reader.
         with suppress(OSError):
             is_open = self._protocol.state is ConnectionState.OPEN
             if is_open and self.parser.is_farewell(self.stream.peek(_PEEK_NBYTES)):
@@ -109,7 +108,7 @@ class ConnectionEnd:
                 waiting = self.stream.peek(_PEEK_NBYTES)
                 is_one_frame = len(waiting) == self._farewell_nbytes and not self.parser.in_frame
                 if waiting and not (is_one_frame and self.parser.is_farewell(waiting)):
-                    return  # the reader will come to it
+                    return  # the reader will find it
                 cause = left(self.peer) if waiting else self._end_of_stream()
             except BlockingIOError:
                 return
@@ -121,7 +120,7 @@ class ConnectionEnd:
 
     def fail(self, cause: RankwireError) -> RankwireError:
         """Fail the connection and wake its threads; return the first cause, ready to be raised."""
-        # First of all, for what follows can wait and be interrupted.
+        # First, because the rest may wait and be interrupted.
         cause = self._ending = self._ending or cause.kept()
         self.stream.shut_down()
         if self.failure is None:
@@ -144,16 +143,16 @@ class ConnectionEnd:
 
 
 _FIRST_SLEEP, LONGEST_SLEEP = 1e-3, 0.1
-# Reads that may follow a deadline: a limit of zero takes what has arrived, also if that is large.
+# Reads after a deadline: a limit of zero takes what has arrived, even if that is large.
 _LAST_READS = 256
 
 
 class FrameReader(ConnectionEnd):
-    """The incoming direction of a connection, which sets all that is declared here.
+    """The incoming direction of a connection, which sets all attributes declared here.
 
     Attributes:
-        filling: Held while a payload is read, or is about to be, to where its receiver wants it.
-            The mutex of an inbox may be taken under it.
+        filling: Held while a payload is read into its receiver's memory, or is about to be. The
+            mutex of an inbox may be taken under it.
         has_parcels: Whether a lent message was among the frames read; the thread that takes them
             resets it.
     """
@@ -162,8 +161,8 @@ class FrameReader(ConnectionEnd):
     has_parcels = False
     _clock: Clock
     _spin: Spin  # how long a reader polls before it sleeps
-    _pid: int  # the process whose memory is borrowed, 0 if it cannot be
-    # Reads once the connection is in use, if that is one read of a bare socket.
+    _pid: int  # the process to borrow from; 0 if the kernel forbids it
+    # Reads a connection in use, if one read of a bare socket does that.
     _recv_into: Callable[[memoryview], int] | None = None
 
     def receive(self, deadline: Deadline, beside: Sequence[ByteStream] | None = ()) -> deque[Frame]:
@@ -182,21 +181,20 @@ class FrameReader(ConnectionEnd):
             if frames:
                 return frames
             patience = min(deadline.sleep_limit(), longest)
-            if frames is not None:  # a part of a frame; there may be more of it
+            if frames is not None:  # a part of a frame; more of it may have arrived
                 late_reads += patience <= 0.0
                 was_woken = False
                 continue
-            # Now and then the reader looks up: what it waits for may have ended in another way.
+            # The wait is limited, because the awaited event may happen elsewhere.
             if patience <= 0.0 or not self.stream.wait(patience, beside or ()):
                 break
             was_woken = True
         return self.parser.state[0]
 
     def receive_ready(self) -> deque[Frame] | None:
-        """Return the frames that have come; None if there is nothing to read. Does not wait.
+        """Return the frames that have arrived; None if there is nothing to read. Does not wait.
 
-        The caller removes each frame that it takes: the next call returns the others again. Raises
-        ``RankwireError`` if the connection has failed.
+        The caller removes each frame that it takes: the next call returns the others again.
         """
         parser = self.parser
         if parser.state[0]:
@@ -215,7 +213,7 @@ class FrameReader(ConnectionEnd):
         except ProtocolError as error:
             raise self._spoiled(error) from error.__cause__
         except RankwireError:
-            raise  # some of ours are also OSErrors
+            raise  # some of our own errors are also OSErrors
         except OSError as error:
             if not self._finds_last_records():
                 raise self._ended(error) from error
@@ -296,7 +294,7 @@ class FrameReader(ConnectionEnd):
         if self._protocol.state is ConnectionState.LEFT:
             self.outbox.failure = self.failure = self.failure or left(self.peer)
         if self.parser.violation is not None:
-            # Raised by the next read. Now, so that no thread sleeps until there is more to read.
+            # The next read raises it. Now, so that no thread sleeps until more arrives.
             self._spoiled(self.parser.violation)
 
     def _borrow(self, loan: Loan) -> Borrowed:
@@ -304,4 +302,4 @@ class FrameReader(ConnectionEnd):
         return Borrowed(loan, self._pid, self.peer, self._clock, self.fail)
 
     def _take_offer(self) -> None:
-        """Take the ring that the peer has offered, if it has: the subclass's business."""
+        """Take the ring that the peer has offered, if any. Implemented by the subclass."""

@@ -1,12 +1,11 @@
-"""Receive what one peer sends on one connection: the thread that waits is the thread that reads.
+"""Receives what one peer sends on one connection: a waiting thread reads it.
 
 Any number of threads wait at once. One of them has the *reading role* (``reading_role``): it reads
-the connection, completes other threads' receives as their messages come, and passes the role on
-when its own is complete. So no thread stands between the socket and the receiver; a hand-over costs
-60-100 us, a whole call without one 12-28 us.
+the connection, completes other threads' receives as their messages arrive, and passes the role on
+when its own is complete. A hand-over costs 60-100 us, a whole call without one 12-28 us.
 
 After a millisecond a waiting thread also reads what other ranks have sent (``lookout``), so that
-every posted operation of this rank makes progress. The connection may come after the first receive:
+every posted operation of this rank makes progress. The first receive may be before the connection:
 the peer dials when it first sends.
 """
 
@@ -30,19 +29,17 @@ from rankwire.wire.receive import PostedReceive, Receive
 
 _log = logging.getLogger("rankwire")
 
-_CLOSE_PATIENCE = 1.0  # a reader that was woken up leaves within microseconds
-# So long a thread reads its own connection only, because most messages come sooner.
+_CLOSE_PATIENCE = 1.0  # a woken reader leaves within microseconds
+# A thread reads only its own connection for so long: most messages arrive sooner.
 ALONE = 1e-3
-_LONGEST_NAP = 0.1  # of a thread that sleeps where it sees no connection
+_LONGEST_NAP = 0.1  # of a thread that sleeps without a connection
 
 
 class Inbox(ReadingRole):
     """Receives from one peer. Every method is safe from any thread.
 
-    Args:
-        connection: None until the peer has connected.
-        fetch: Whether the reader fetches lent messages, and not the receiver.
-        lookout: What a thread reads that has waited here for a while.
+    ``connection`` is None until the peer has connected. With ``fetch``, the reader fetches lent
+    messages, and not the receiver. A thread that has waited for a while reads ``lookout``.
     """
 
     def __init__(
@@ -58,12 +55,12 @@ class Inbox(ReadingRole):
         super().__init__(peer, mailbox, clock, connection, fetch=fetch)
         self._attended = deque()
         self._lookout = lookout
-        # The streams at which a thread sleeps too when it begins to wait; None is for a millisecond
-        # only, after which it looks at them.
+        # The streams on which a thread also sleeps at first. None: for a millisecond, then it reads
+        # them.
         self._beside: Sequence[ByteStream] | None = () if lookout is None else None
 
     def attach(self, connection: Connection) -> bool:
-        """Take the connection; False if there is one already, or the peer has failed."""
+        """Take the connection; return False if there is one already, or the peer has failed."""
         with self._mutex:
             if self.connection is not None or self._mailbox.failure is not None:
                 return False
@@ -101,8 +98,7 @@ class Inbox(ReadingRole):
     def wait(self, receive: Receive, deadline: Deadline) -> Payload:
         """Return the message of a posted receive, reading for other threads meanwhile.
 
-        Raises ``DeadlineExceededError`` if it did not come in time; the receive is cancelled, and
-        the message stays receivable.
+        A ``DeadlineExceededError`` cancels the receive, and the message stays receivable.
         """
         try:
             if not self.drive(receive, deadline) or receive.error is not None:
@@ -131,13 +127,13 @@ class Inbox(ReadingRole):
         nap = ALONE
         try:
             while not receive.done and receive.posted:
-                with self._mutex:  # one step: no wake-up falls between the look and the sleep
+                with self._mutex:  # one step: no wake-up is lost between the look and the sleep
                     if self._reader is None and self.connection and not self._arrived.full:
                         self._reader = token
                         self.turns += 1
                     else:
                         lock = self._parked.park(receive)
-                        is_led = self._reader is not None  # the reader looks at the others too
+                        is_led = self._reader is not None  # the reader reads the others too
                 if self._reader is token:
                     is_silent = self._read_until(receive, deadline, token, beside)
                 elif is_led or self._lookout is None:
@@ -153,7 +149,7 @@ class Inbox(ReadingRole):
                     break
                 if is_silent:
                     beside = self._read_others()
-            if self.due:  # one that has read it may have been interrupted before it came to that
+            if self.due:  # the thread that read it may have been interrupted before its callback
                 self.call_back_due()
             return receive.done
         except BaseException:
@@ -165,14 +161,13 @@ class Inbox(ReadingRole):
             raise
 
     def _read_others(self) -> Sequence[ByteStream]:
-        """Read what other ranks have sent; return the streams where more may come."""
         if self._lookout is None:
             return ()
         self._lookout.read()
         return self._lookout.watch()
 
     def drive_posted(self, receive: PostedReceive, deadline: Deadline) -> bool:
-        """``drive`` for a thread that takes the message then, and fetches it if it is lent."""
+        """Wait as ``drive`` does, for a thread that takes the message, and fetches a lent one."""
         is_done = False
         receive.is_awaited = True
         try:
@@ -212,7 +207,7 @@ class Inbox(ReadingRole):
             finally:
                 self.call_back_due()
             if not is_read:
-                # Another thread reads and will end receives; look again when that may have been.
+                # Another thread reads and completes receives; check again soon.
                 self._clock.sleep(min(0.001, deadline.sleep_limit()))
             if not any(came):
                 beside = self._read_others()
@@ -238,13 +233,13 @@ class Inbox(ReadingRole):
             self.connection.fail(cause)
         patience = Deadline(_CLOSE_PATIENCE, self._clock)
         while self._reader is not None and not patience.expired:
-            self._clock.sleep(0.0005)  # it delivers what had arrived, and leaves
+            self._clock.sleep(0.0005)  # the reader delivers what had arrived, and leaves
         self.fail(cause)
         if self.connection is not None:
             self.connection.close()
 
     def too_late(self, deadline: Deadline) -> DeadlineExceededError:
-        """Return the error of a receive whose message has not come in time."""
+        """Return the error of a receive whose message has not arrived in time."""
         arrived, detail = self._arrived, ""
         if arrived.full:
             kept = f"{arrived.nbytes} bytes of other messages from it"
@@ -258,7 +253,7 @@ class Reply(Receive):
     """The pending reply of one call, which knows its inbox. Every method is safe from any thread.
 
     Attributes:
-        translate: Puts an error into the terms of a group of ranks, if the call is one's.
+        translate: Puts group ranks into an error, if the call is a group's.
     """
 
     __slots__ = ("_inbox", "request_id", "translate")
@@ -289,7 +284,7 @@ class Reply(Receive):
             raise
 
     def drive(self, deadline: Deadline) -> bool:
-        """Wait until it is done; False at the deadline, and then it may still come."""
+        """Wait until it is done; False at the deadline, and then it may still arrive."""
         if self.done:
             self._inbox.call_back_due()  # its reader may have been interrupted before that
             return True
@@ -297,9 +292,9 @@ class Reply(Receive):
         return self._inbox.drive(self, deadline)
 
     def withdraw(self) -> bool:
-        """Cancel the reply; False if it has come already."""
+        """Cancel the reply; return False if it has arrived already."""
         return self._inbox.withdraw(self)
 
     def abort(self, error: RankwireError) -> bool:
-        """Fail the reply at this end, within 0.1 s for a waiting thread; False if it has come."""
+        """Fail the reply at this end, within 0.1 s for a waiting thread; False if it is done."""
         return self._inbox.abort(self, error)

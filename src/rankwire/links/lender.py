@@ -1,10 +1,10 @@
-"""Lend memory of this process to a process of this host, and wait until it was read.
+"""Lends memory of this process to a process of this host, and waits until it was read.
 
-The other end is ``borrower``, the protocol ``wire.loans``. The kernel copies straight from the
-lender's arrays into the borrower's destination: 64 MiB in 6 ms where a Unix socket takes 20 to 30.
+The other end is ``borrower``, the protocol ``wire.loans``. The kernel copies from the lender's
+arrays into the borrower's destination: 64 MiB in 6 ms where a Unix socket takes 20 to 30.
 
-The words that peers read and write are in an *arena* that is never freed, and are used again only
-after their receipt: a late one must not land in memory that means something else by now.
+The words that peers read and write are in an *arena* that is never freed, and are reused only after
+their receipt: a late receipt must not overwrite other data.
 
 Locks: ``_Arena._lock`` guards the free pairs, that of a ``Lent`` its state. Only the arena's are
 taken under a ``Lent``'s.
@@ -34,27 +34,26 @@ _PAIR_NBYTES = 2 * WORD_NBYTES
 _ARENA_NBYTES = 64 << 10
 _NONE = 0
 
-# A lender polls while the receipt may come any moment, then naps for an eighth of what it has
-# waited, so that it is late by that much at most.
+# A lender polls first, then naps for an eighth of its wait so far, which limits the delay.
 _LOOK_FOR = 200e-6
 _SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
-# So long the peer may just be copying; then the lender reads what others have sent. What it fetches
-# for later is copied once more.
+# The peer may take so long to copy; then the lender reads other ranks' messages, which may cost
+# them one more copy.
 _MEANWHILE_AFTER = 1e-3
 _SLOW_COPY = 4e9  # bytes a second, half of what was measured
 _LOOK_FOR_END_EVERY = 0.05
 
 
 class Meanwhile(Protocol):
-    """What a thread reads while its peer takes nothing, so that ranks which all send go on."""
+    """Reads while a thread's peer takes nothing, so that ranks that all send make progress."""
 
     def watch(self) -> Sequence[ByteStream]:
         """Return the streams to wait for."""
 
     def read(self) -> bool:
-        """Read what has come, without waiting; False if some of it had to be left unread.
+        """Read what has arrived, without waiting; False if some of it had to be left unread.
 
-        It may send, but not to the peer for which the thread waits: that fails at once.
+        It may send, but not to the peer that the thread waits for: that fails at once.
         """
 
 
@@ -70,29 +69,27 @@ class _Arena:
         guard(self)
 
     def take(self) -> tuple[memoryview, int]:
-        """Return a pair and its address."""
         with self._lock:
             if not self._free:
                 page = mmap.mmap(-1, _ARENA_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 words = memoryview(page).cast("Q")
                 base = address_of(page)
-                # In one call of a C function: thousands of steps in which no interrupt falls.
+                # In one call of a C function: no interrupt stops these thousands of steps.
                 pieces = map(slice, range(0, len(words), 2), range(2, len(words) + 2, 2))
                 pairs = map(words.__getitem__, pieces)
                 addresses = range(base, base + _ARENA_NBYTES, _PAIR_NBYTES)
-                self._pages.append(page)  # before: it must not end with the last of its pairs
+                self._pages.append(page)  # first: it must outlive its last pair
                 self._free.extend(zip(pairs, addresses, strict=True))
             return self._free.pop()
 
     def close_in_child(self) -> None:
-        """Start empty in a forked child: the parent's loans stay the parent's."""
+        """Start empty in a forked child: the parent keeps its loans."""
         self._lock = runtime.Lock()
         self.fence = runtime.Lock()
         self._free = []
         guard(self)  # a child may have children
 
     def put(self, pair: tuple[memoryview, int]) -> None:
-        """Take a pair back whose receipt has come."""
         with self._lock:
             self._free.append(pair)
 
@@ -103,7 +100,7 @@ _arena = _Arena()
 def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
     """Return a loan, which keeps the memory alive until ``revoke``, and its description to send.
 
-    None for too many pieces.
+    Returns None for too many pieces.
     """
     views = [memoryview(buffer) for buffer in buffers]
     pieces = [(address_of(view), view.nbytes) for view in views if view.nbytes]
@@ -117,8 +114,7 @@ def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
 class Lent:
     """Memory that a peer may read until it writes a receipt or this end revokes.
 
-    Attributes:
-        was_read: Whether the loan ended here after the peer had read it.
+    ``was_read`` is set if the loan ended here after the peer had read it.
     """
 
     __slots__ = ("_buffers", "_lock", "_nbytes", "_pair", "address", "number", "was_read")
@@ -135,12 +131,12 @@ class Lent:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the receipt has come."""
+        """Whether the receipt has arrived."""
         return self._pair[1] == self.number
 
     @property
     def is_over(self) -> bool:
-        """Whether the receipt has come or this end revoked."""
+        """Whether the receipt has arrived or this end revoked."""
         return self.is_settled or self._buffers is None
 
     def revoke(self) -> bool:
@@ -155,21 +151,21 @@ class Lent:
         with self._lock:
             if self._buffers is not None:
                 self._pair[0] = self.number | DECIDING
-                # The lock is also the fence between the two words: either we see the receipt here,
-                # or the peer sees the mark.
+                # The lock is also the fence between the two words: either this end sees the
+                # receipt, or the peer sees the mark.
                 with _arena.fence:
                     self.was_read = self.was_read or self.is_settled
                 self._pair[0] = self.number if self.was_read else self.number | REVOKED
                 self._buffers = None
                 if self.was_read:
                     _arena.put((self._pair, self.address))
-                # Else the peer may be about to write its receipt: these words are not used again.
+                # Else the peer may be about to write its receipt: these words are not reused.
             return self.was_read
 
     def wait(
         self, deadline: Deadline, look_for_end: Callable[[], None], meanwhile: Meanwhile | None
     ) -> bool:
-        """Wait for the receipt; False at the deadline, and then the loan stands.
+        """Wait for the receipt; False at the deadline, and then the loan remains.
 
         ``look_for_end`` raises if the connection has ended; the thread reads ``meanwhile``. Raises
         ``LoanRefusedError`` if the peer cannot read the memory.
@@ -191,7 +187,7 @@ class Lent:
                 return False
             if meanwhile is not None and waited > patience:
                 wait_readable(meanwhile.watch(), _LONGEST_NAP)
-                if pair[1] != number:  # else what has come is best left to the thread that wants it
+                if pair[1] != number:  # else the receiving thread should read what has arrived
                     meanwhile.read()
             else:
                 deadline.clock.sleep(max(_SHORTEST_NAP, min(waited / 8, _LONGEST_NAP)))

@@ -1,4 +1,4 @@
-"""Allocate memory for messages, and copy memory of other processes.
+"""Allocates memory for messages, and copies memory of other processes.
 
 The kernel lets processes of one user copy from each other, unless Yama's ``ptrace_scope``, a
 container's seccomp filter or separate pid namespaces forbid it; ``probe`` finds out.
@@ -38,7 +38,7 @@ def allocate(nbytes: int) -> bytearray:
 
 
 # Above 32 MiB malloc takes fresh pages from the system each time. To fill 64 MiB then takes 30 ms
-# in pages of 4 KiB and 8 ms in huge ones (5 ms if they are there already).
+# in pages of 4 KiB and 8 ms in huge ones (5 ms if they exist already).
 _HUGE_FROM = 4 << 20
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -82,7 +82,7 @@ def probe(stream: ByteStream) -> tuple[int, str]:
     pid = stream.peer_pid()
     if not pid:
         return 0, "its process is not visible here: it is in another pid namespace"
-    # Permission is checked before the address: a bad address is the good answer.
+    # The kernel checks permission before the address, so EFAULT means that it permits copying.
     for call in (READ, WRITE):
         number = transfer(call, pid, [(ctypes.addressof(_probe_word), 8)], [(8, 8)])[1]
         if number != errno.EFAULT:
@@ -107,5 +107,5 @@ def transfer(
 
 
 def address_of(buffer: Buffer | mmap.mmap) -> int:
-    """Return where a buffer that is not empty begins, writable or not."""
+    """Return the address of a buffer that is not empty, writable or not."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])

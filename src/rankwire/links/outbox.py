@@ -1,12 +1,9 @@
-"""Queue messages that are sent without waiting, until the peer takes them.
+"""Queues messages that are sent without waiting, until the peer takes them.
 
-A message that the peer does not take at once waits here, in the memory of its owner, which does not
-change until it has left. It leaves when any thread sends to the same peer or waits for it, or when
-the stream takes more (``on_rest``), and before any frame that is sent later. A sender releases the
-send lock from time to time, so that an owner whose deadline has passed can take its memory back.
-
-A message stays in ``waiting`` until all of it has left. A part of it has left once the writer has
-used the number of its frame.
+A message that the peer does not take at once waits here, in its owner's memory, which must not
+change until the message is sent. Any thread that sends to the same peer or waits for it sends it
+first, or the acceptor does when the stream takes more (``on_rest``). A sender releases the send
+lock from time to time, so that an owner whose deadline has passed can take its memory back.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from rankwire.links.writer import JOIN_NBYTES, FrameWriter
 from rankwire.wire.frames import HEADER, SEQUENCE_MASK, Buffer, Envelope, Message
 from rankwire.wire.seals import SealInProgress
 
-_TURN = 0.05  # seconds that one thread has the send lock for what others have posted
-_PAUSE = 0.0005  # and then lets go of it
+_TURN = 0.05  # seconds that one thread holds the send lock for other threads' messages
+_PAUSE = 0.0005  # and then releases it
 
 
 @dataclass(slots=True, eq=False)
@@ -33,24 +30,24 @@ class Queued:
     outbox: Outbox
     envelope: Envelope
     message: Message
-    number: int | None = None  # of its frame, set before it is first tried
+    number: int | None = None  # of its frame, set before the first attempt
     is_withdrawn: bool = False
 
 
 class Outbox(FrameWriter):
-    """The outgoing direction of a connection, with messages that wait to leave."""
+    """The outgoing direction of a connection, with messages that wait to be sent."""
 
     def post(self, envelope: Envelope, message: Message, at_once: Deadline) -> Queued | None:
-        """Send one message without waiting, with a deadline that is over.
+        """Send one message without waiting; ``at_once`` is an expired deadline.
 
-        Returns what to wait for, while its buffers must not change; None if they are free. Raises
-        ``RankwireError`` if the connection has failed, and the message is not sent.
+        Returns what to wait for while its buffers must not change; None if the caller may reuse
+        them.
         """
         if message[1] <= JOIN_NBYTES and not self.waiting:
             try:
                 self.send(envelope, message, at_once)
                 return None
-            except DeadlineExceededError:  # nothing of it has left
+            except DeadlineExceededError:  # nothing of it was sent
                 pass
         queued = Queued(self, envelope, message)
         try:
@@ -60,7 +57,7 @@ class Outbox(FrameWriter):
             try:
                 self.withdraw(queued)
             finally:
-                self.withdraw(queued)  # an interrupt may have fallen into the first
+                self.withdraw(queued)  # a second interrupt may have stopped the first
             raise
 
     def enqueue(self, queued: Queued, at_once: Deadline) -> None:
@@ -73,13 +70,13 @@ class Outbox(FrameWriter):
             self._on_rest()
 
     def has_left(self, queued: Queued) -> bool:
-        """Whether all of a message has left."""
+        """Whether all of a message is sent."""
         number = queued.number
         sent, held = self._outgoing
         return number is not None and (number + 1 < sent or (number + 1 == sent and not held))
 
     def finish(self, queued: Queued, deadline: Deadline, meanwhile: Meanwhile | None) -> bool:
-        """Send until all of a message has left; False if the deadline passes first."""
+        """Send until all of a message is sent; return False if the deadline passes first."""
         return self._locked(self._finish_queued, queued, deadline, meanwhile)
 
     def _finish_queued(
@@ -96,9 +93,9 @@ class Outbox(FrameWriter):
         return self.has_left(queued)
 
     def withdraw(self, queued: Queued) -> bool:
-        """Free the memory of a message; return whether nothing of it has left. Idempotent.
+        """Free the memory of a message; return whether nothing of it was sent. Idempotent.
 
-        If a part has left, the rest is copied, and follows.
+        If a part was sent, the rest is copied, and follows.
         """
         queued.is_withdrawn = True
         if queued.number is None:  # a sender that is about to try it sees is_withdrawn
@@ -136,7 +133,6 @@ class Outbox(FrameWriter):
             return False
 
     def _send_first(self, queued: Queued, turn: Deadline, meanwhile: Meanwhile | None) -> None:
-        """Send what is left of the first message, unless it is withdrawn."""
         sent = self._outgoing[0]
         if queued.number is None or queued.number >= sent:
             queued.number = sent

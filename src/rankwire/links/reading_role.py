@@ -1,9 +1,8 @@
 """The reading role: one of the waiting threads at a time reads the connection of an inbox.
 
-It completes other threads' receives as their messages come, and passes the role on when it leaves.
 The mutex of ``shared_mailbox`` guards the role, and is not held while reading.
 
-A thread that waits for a lent message fetches it, straight to its destination. The reader fetches
+A thread that waits for a lent message fetches it, directly to its destination. The reader fetches
 all others, so that their senders can continue: to the memory of a posted receive, or to new memory.
 It always fetches replies, and releases those unread that no caller wants any more.
 """
@@ -31,12 +30,7 @@ from rankwire.wire.receive import Destination, MessageWithdrawnError, Receive
 
 
 class DeliveryMailbox(SharedMailbox):
-    """A mailbox to which a connection delivers.
-
-    Args:
-        connection: None until the peer has connected.
-        fetch: Whether the reader fetches lent messages, and not the receiver.
-    """
+    """A mailbox to which a connection delivers; see ``Inbox`` for the arguments."""
 
     def __init__(
         self,
@@ -56,8 +50,7 @@ class DeliveryMailbox(SharedMailbox):
     def _deliver(self, frames: deque[Frame]) -> None:
         """Match the frames to receives, and take them from the connection one by one.
 
-        A lent message for which there is no room stays with the connection, and so do all frames
-        after it.
+        A lent message for which there is no room stays with the connection, as do all later frames.
         """
         assert self.connection is not None
         if self.connection.has_parcels:
@@ -93,7 +86,7 @@ class DeliveryMailbox(SharedMailbox):
             return True
         try:
             return self._deliver_lent(frames, frame.envelope, payload)
-        except RankwireError:  # revoked, or its sender is gone, which the next read says
+        except RankwireError:  # revoked, or its sender is gone, which the next read raises
             with self._mutex:
                 self._mailbox.displaced(frame.envelope)
                 frames.popleft()
@@ -158,13 +151,13 @@ class DeliveryMailbox(SharedMailbox):
             self._mailbox.vacated(receive)
 
 
-# After the deadline: what has come by then may lie behind other messages.
+# After the deadline: a message that arrived in time may be behind others.
 _LATE_READS = 16
-_MOST_READS = 16  # of a rank that is not the one waited for: it may always have more
+_MOST_READS = 16  # of a rank other than the awaited one, which may always have more
 
 
 class ReadingRole(DeliveryMailbox):
-    """A mailbox whose connection is read by one of the threads that wait.
+    """A mailbox whose connection is read by one of the waiting threads.
 
     Attributes:
         on_unread: Called with this inbox, without locks, when a thread has left the role and no
@@ -186,24 +179,24 @@ class ReadingRole(DeliveryMailbox):
         return [] if self._arrived.full else [connection.stream]
 
     def read(self) -> bool:
-        """Read some of what has come, for a thread that waits elsewhere; whether it could read."""
+        """Read some of what has arrived, for a thread that waits elsewhere; False if it cannot."""
         if self.connection is None or self._arrived.full:
             return False
         return self._read_alone(partial(self._read_ready, most=_MOST_READS))
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can come here, unless the peer connects again."""
+        """Whether nothing more can arrive here, unless the peer connects again."""
         return self.connection is None or self._mailbox.failure is not None
 
     def read_available(self) -> None:
-        """Read what has come without waiting, unless another thread reads."""
+        """Read what has arrived without waiting, unless another thread reads."""
         self.read_quietly()
         if self.due:
             self.call_back_due()
 
     def read_quietly(self) -> None:
-        """Do as ``read_available``, but leave the callbacks in ``due``."""
+        """Read as ``read_available`` does, but leave the callbacks in ``due``."""
         self._read_alone(self._read_ready)
 
     def _ended(self, error: RankwireError) -> None:
@@ -229,7 +222,8 @@ class ReadingRole(DeliveryMailbox):
     def attend_to(self, receive: Receive) -> None:
         """Have the reader call ``on_unread`` when it leaves, until a receive is done.
 
-        Call it before checking for a reader: a reader leaves before it looks for this.
+        Call it before checking for a reader: a reader leaves before it checks for attended
+        receives.
         """
         with self._mutex:
             self._attended.append(receive.envelope)
@@ -254,7 +248,7 @@ class ReadingRole(DeliveryMailbox):
             return True
 
     def _pass_role(self, token: object) -> None:
-        """Leave the role to one of the waiting threads. Mutex held."""
+        """Pass the role to one of the waiting threads. Mutex held."""
         if self._reader is token:
             self._reader = None
         if self._asleep:
@@ -301,20 +295,19 @@ class ReadingRole(DeliveryMailbox):
                 self._pass_role(token)
         if self._fetch and self.wanted_by:
             self._leave_unread(connection)
-        # Without the role: a callback may make a call to this very peer and wait for its reply.
+        # Without the role: a callback may call this peer and wait for its reply.
         if self.due:
             self.call_back_due()
         return is_silent
 
     def _leave_unread(self, connection: Connection) -> None:
-        # Other replies may come that no thread waits for, and a poller does not see rings.
+        # Other replies may arrive that no thread waits for, and a poller does not see rings.
         if connection.stream.before_sleep():
             self.read_quietly()
         if self._attended:
             self._say_unread()
 
     def _read_alone(self, read: Callable[[Connection], None]) -> bool:
-        """Take the role and read; False if another thread reads."""
         token = object()
         try:
             if not self._take_role(token):

@@ -1,7 +1,7 @@
-"""Expect a message: what its receiver holds until it has come and has been read.
+"""Receive handles: what a receiver holds until its message has arrived and was read.
 
-``PeerReceive`` expects it from one peer, ``FirstReceive`` from the first of several that sends one.
-A large message may still be in the sender's memory when it has come; ``take`` releases that.
+``PeerReceive`` receives from one peer, ``FirstReceive`` from the first of several that sends a
+message. A large message may arrive while still in the sender's memory; ``take`` releases that.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def drop(payload: Payload) -> None:
 
 
 class ReceiveHandle(ABC):
-    """A message that is expected, perhaps in a given place. Used by one thread at a time.
+    """A message to receive, perhaps in a given place. Used by one thread at a time.
 
     Nothing happens before ``post`` or ``take``. After them it must be taken or given up.
 
     Attributes:
-        index: Which of several possible senders has sent it, once it has come.
+        index: The index of its sender among several, once it has arrived.
         explain: As for ``SendHandle``.
     """
 
@@ -47,11 +47,11 @@ class ReceiveHandle(ABC):
     def __init__(self) -> None:
         self.index = 0
         self.explain: Callable[[RankwireError], RankwireError] | None = None
-        self._result: list[Any] = []  # of a message that may have to be released again
+        self._result: list[Any] = []  # of a message whose release may have to be repeated
 
     @abstractmethod
     def post(self) -> None:
-        """Ask for the message, so that it can arrive in its place. Does not wait. Idempotent."""
+        """Post the receive, so that the message can arrive in its place. Does not wait."""
 
     @abstractmethod
     def give_up(self) -> None:
@@ -64,12 +64,10 @@ class ReceiveHandle(ABC):
     def take(self, deadline: Deadline, read: Callable[[Payload], T]) -> T:
         """Wait for the message and return ``read(message)``. Safe to repeat after an interrupt.
 
-        ``read`` may be called again until the sender has been released.
-
-        Raises:
-            DeadlineExceededError: It has not come, and is still expected.
-            MessageWithdrawnError: The sender withdrew it; expect the next one.
-            RankwireError: It will not come; nothing is written to its place any more.
+        ``read`` may be called again until the sender has been released. After a
+        ``DeadlineExceededError`` the receive stays posted. After a ``MessageWithdrawnError``, post
+        another one for the next message. After other errors nothing is written to its place any
+        more.
         """
         try:
             payload = self._wait(deadline)
@@ -82,7 +80,7 @@ class ReceiveHandle(ABC):
             except MessageWithdrawnError:
                 raise
             except RankwireError:
-                payload.release()  # a message that cannot be read is dropped
+                payload.release()  # an unreadable message is dropped
                 raise
             payload.release()
             return result[0]  # type: ignore[no-any-return]
@@ -90,7 +88,7 @@ class ReceiveHandle(ABC):
             raise self._explained(error) from error.__cause__
 
     def take_now(self, deadline: Deadline, read: Callable[[Payload], T]) -> T:
-        """Do as ``take``, but once: what does not come in time, or cannot be read, is given up."""
+        """Take it as ``take`` does, but once: give it up if it is late or cannot be read."""
         try:
             try:
                 payload = self._wait(deadline)
@@ -98,7 +96,7 @@ class ReceiveHandle(ABC):
                 try:
                     self.give_up()
                 finally:
-                    self.give_up()  # an interrupt may have fallen into the first
+                    self.give_up()  # a second interrupt may have stopped the first
                 raise
             try:
                 result = read(payload)
@@ -118,7 +116,7 @@ class ReceiveHandle(ABC):
 
 
 class PeerReceive(ReceiveHandle):
-    """A message that is expected from one peer, in ``into`` if that is given."""
+    """A message to receive from one peer, in ``into`` if that is given."""
 
     __slots__ = ("_inbox", "_is_posted", "_receive")
 
@@ -129,7 +127,7 @@ class PeerReceive(ReceiveHandle):
         nbytes: int | None = None,
         into: Destination | None = None,
     ) -> None:
-        # Not by the class above: a message of 8 bytes there and back takes 13 us.
+        # Not by the base class: a round trip of 8 bytes takes 13 us.
         self.index = 0
         self.explain = None
         self._result = []
@@ -159,23 +157,19 @@ class PeerReceive(ReceiveHandle):
             self._inbox.give_up(self._receive)
 
 
-_LONGEST_SLEEP = 0.1  # seconds; who was interrupted may have left a bell unrung
+_LONGEST_SLEEP = 0.1  # seconds; an interrupted thread may not have released the waiter
 
 
 class FirstReceive(ReceiveHandle):
     """A receive in several inboxes. For one thread at a time, but others may read for it.
 
     It is posted in all of them. The thread that reads the first message withdraws it elsewhere; a
-    second message that has come by then returns to the head of its queue. The waiting thread reads
-    what no other thread reads, sleeps at all connections, and parks a waiter in each inbox, which
-    is released when the message was read, a connection is added, or a reading role is left.
+    second message that has arrived by then returns to the head of its queue. The waiting thread
+    reads what no other thread reads, in the given order, and after a while also ``lookout``. It
+    sleeps on all connections, and parks a waiter in each inbox, which is released when the message
+    was read, a connection is added, or a reading role is left.
 
     Lock: ``_lock`` guards the choice alone; no other lock is taken under it.
-
-    Args:
-        inboxes: In the order in which they are read.
-        successor_of: Returns the new inbox of a rank that was restarted; else the same one.
-        lookout: What the thread reads after a while: also ranks that are not asked.
     """
 
     def __init__(
@@ -205,7 +199,7 @@ class FirstReceive(ReceiveHandle):
             return
         for number, (inbox, receive) in enumerate(self._receives):
             if inbox.has_arrived(receive.envelope):
-                self._read(number)  # inboxes before it come first, even if unread
+                self._read(number)  # earlier inboxes come first, even if unread
             if self._first is not None:
                 break
             if not receive.posted:
@@ -237,7 +231,7 @@ class FirstReceive(ReceiveHandle):
         return self._first.take()
 
     def _wait_for_first(self, deadline: Deadline) -> None:
-        lookout: Meanwhile | None = None  # until it has waited for a while
+        lookout: Meanwhile | None = None  # set after it has waited for a while
         longest = ALONE
         while not self._has_come():
             self._ask_successors()
@@ -273,7 +267,7 @@ class FirstReceive(ReceiveHandle):
             successor.post(receive)
 
     def _has_come(self) -> bool:
-        """Whether a message has come, also if the reader was interrupted before it noted that."""
+        """Whether a message has arrived, also if its reader was interrupted before noting it."""
         if self._first is None:
             for _, receive in self._receives:
                 if receive.done:

@@ -1,7 +1,7 @@
-"""Send a message, and hold it until its buffers are free again.
+"""Send handles: hold a sent message until its buffers are free.
 
 ``offer`` and ``post`` return a ``SendHandle`` if the buffers are still in use: because the peer
-reads them out of this process's memory, or because the message waits to leave.
+reads them from this process's memory, or because the message waits to be sent.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class SendHandle:
     """A sent message whose buffers are still in use.
 
     Attributes:
-        explain: Returns the error to raise instead of one from below; a group sets it, to name its
-            own ranks.
+        explain: Translates errors; a group sets it, to name its own ranks.
     """
 
     _connection: Connection
@@ -38,7 +37,7 @@ class SendHandle:
     explain: Callable[[RankwireError], RankwireError] | None = None
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait until the buffers are free; False if the deadline passes first."""
+        """Wait until the buffers are free; return False if the deadline passes first."""
         posted = self._posted
         connection = self._connection
         try:
@@ -47,7 +46,7 @@ class SendHandle:
                     return self._wait_for_receipt(posted, deadline)
                 except LoanRefusedError:
                     posted.revoke()
-                # Noted before it is sent: a wait that is repeated must not send it twice.
+                # Noted before it is sent: a repeated wait must not send it twice.
                 self._posted = posted = Queued(connection.outbox, self._envelope, self._message)
             if posted.number is None:
                 posted.outbox.enqueue(posted, connection.at_once)
@@ -106,7 +105,7 @@ def offer(
     *,
     while_sending: Meanwhile | None = None,
 ) -> SendHandle | None:
-    """Send one message, but do not wait for a peer that reads it out of this process's memory.
+    """Send one message without waiting for a peer that reads it from this process's memory.
 
     The thread reads ``while_sending`` or ``meanwhile``, the handle ``meanwhile``. Returns None if
     the buffers are free.
@@ -123,7 +122,7 @@ def offer(
                 try:
                     lent.revoke()
                 finally:
-                    lent.revoke()  # a second interrupt may have fallen into the first
+                    lent.revoke()  # a second interrupt may have stopped the first
                 raise
     connection.send_small(envelope, message, deadline, False, reading)
     return None
@@ -134,7 +133,7 @@ def post(
 ) -> SendHandle | None:
     """Send one message without waiting. Returns None if the buffers are free.
 
-    The connection keeps the buffers until the message has left, even if the handle is dropped.
+    The connection keeps the buffers until the message is sent, even if the handle is dropped.
     """
     loan = None
     if message[1] >= connection.lend_from and connection.can_lend:

@@ -1,13 +1,13 @@
-"""A mailbox for many threads: a thread that waits sleeps, and is woken when its receive is done.
+"""A mailbox for many threads: a waiting thread sleeps, and is woken when its receive is done.
 
-It knows no connection, and of the *reading role* only the holder: a thread that leaves must wake
-one that may have to take the role.
+It knows no connection, only the holder of the *reading role*: a thread that leaves must wake
+another thread that may have to take the role.
 
 Locks: one *mutex* guards the mailbox, the role and the parked threads; it is never held while
 sleeping, reading or calling back.
 
-Messages move in one step (``wire.mailbox``). After an interrupt the thread restores roles, lists
-and sleepers on its way out (``_recover``), twice: a second one may come during the first time.
+An interrupted thread restores roles, lists and sleepers (``_recover``) twice: a second interrupt
+may stop the first time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ from rankwire.wire.receive import Receive
 
 
 class ParkedThreads:
-    """The threads that sleep, by the receive they wait for.
-
-    Attributes:
-        asleep: The locks on which threads sleep, by receive. Read only.
-    """
+    """The sleeping threads, by the receive that they wait for. ``asleep`` is read only."""
 
     def __init__(self) -> None:
         self.asleep: dict[Receive, Sleepers] = {}
@@ -83,7 +79,7 @@ class SharedMailbox:
     """The receives from one peer. Every method is safe from any thread.
 
     Attributes:
-        due: Receives that are done and have to be called back.
+        due: Receives that are done and whose callbacks are due.
         was_interrupted: Whether a thread was interrupted in here since the last ``read_quietly``;
             no poller sees what it has read.
     """
@@ -107,12 +103,12 @@ class SharedMailbox:
         """Post a receive; it may be done on return."""
         with self._mutex:
             self._mailbox.post(receive)
-            # Taking a message may have made room for reading on, for which parked threads wait.
+            # Taking a message may have made room, for which parked threads wait.
             if self._asleep and self._reader is None:
                 self._parked.wake_one()
 
     def expect(self, reply: Receive) -> None:
-        """Post the receive of a reply that cannot have come yet."""
+        """Post the receive of a reply that cannot have arrived yet."""
         with self._mutex:
             if self._mailbox.failure is None:
                 reply.posted = True
@@ -129,7 +125,7 @@ class SharedMailbox:
         self.call_back_due()
 
     def withdraw(self, receive: Receive) -> bool:
-        """Cancel a receive and wake its threads; False if it is done already."""
+        """Cancel a receive and wake its threads; return False if it is done already."""
         with self._mutex:
             try:
                 withdrawn = self._mailbox.withdraw(receive)
@@ -176,12 +172,12 @@ class SharedMailbox:
             return {key: len(messages) for key, messages in self._arrived.items()}
 
     def tags_wanted(self) -> list[int]:
-        """Return the tags of the receives that wait."""
+        """Return the tags of the pending receives."""
         with self._mutex:
             return [tag for _, _, tag in self.wanted()]
 
     def call_back_due(self) -> None:
-        """Call back the receives that are due, each once."""
+        """Run the callbacks that are due, each once."""
         while self.due:
             hand: list[Receive] = []
             try:
@@ -191,14 +187,14 @@ class SharedMailbox:
             except IndexError:
                 if hand:
                     raise  # a callback's
-                break  # another thread was faster
+                break  # another thread took it first
             except Exception:
                 raise
             except BaseException:
-                self.due.extend(hand)  # first of all: another interrupt may fall into the rest
+                self.due.extend(hand)  # first: another interrupt may stop the rest
                 self.was_interrupted = True
                 for receive in hand:
-                    _call_back(receive)  # what was done of it already is not done twice
+                    _call_back(receive)  # what was done of it already is not repeated
                     with suppress(ValueError):
                         self.due.remove(receive)
                 raise
@@ -248,10 +244,7 @@ class SharedMailbox:
         return self._reader is not None
 
     def _recover(self, token: object | None) -> None:
-        """Restore the state after an interrupt in this thread. Safe to repeat.
-
-        Wakes all threads: some may have been served without a wake-up.
-        """
+        """Restore the state after an interrupt in this thread; wake all threads. Safe to repeat."""
         self.was_interrupted = True
         with self._mutex:
             self._mailbox.tidy()
@@ -264,7 +257,7 @@ class SharedMailbox:
         try:
             woken = self._clock.acquire(lock, True, deadline.sleep_limit())
         finally:
-            if not woken:  # a wake-up that comes at this moment is for another
+            if not woken:  # a wake-up at this moment is for another thread
                 with self._mutex:
                     self._parked.leave(receive, lock)
                     self._wake_next()

@@ -1,12 +1,12 @@
-"""Write whole frames to a stream, from any thread, in the order of their numbers.
+"""Writes whole frames to a stream, from any thread, in the order of their numbers.
 
-A *send lock* keeps frames whole. Header and payload leave in one system call, straight from the
-caller's buffers. Once a part of a frame has left, the rest must follow: at a deadline or an
-interrupt it is copied and leaves later, before anything else.
+A *send lock* keeps frames whole. One system call sends header and payload, directly from the
+caller's buffers. Once a part of a frame is sent, the rest must follow: at a deadline or an
+interrupt it is copied and sent later, before anything else.
 
-A write is noted before its first byte leaves (``_Journal``), the C function that sends also notes
-how much has left, and one assignment (``_outgoing``) replaces both. The next writer completes what
-an interrupted one has left.
+A write is noted before its first byte is sent (``_Journal``), the C function that sends also notes
+how much it has sent, and one assignment (``_outgoing``) replaces both. The next writer completes an
+interrupted write.
 """
 
 from __future__ import annotations
@@ -44,41 +44,39 @@ _log = logging.getLogger("rankwire")
 
 # Joining and one send() beat sendmsg() by 0.25 us at 60 bytes, and lose 1.3 us at 64 KiB.
 JOIN_NBYTES = 16384
-# More than this, and the peer would wait while it could already be working: with 64 calls in flight
-# 42-47 k calls a second, against 34-36 k with up to 64 frames held (two runs each).
+# With more, the peer waits while it could already work: with 64 calls in flight 42-47 k calls a
+# second, against 34-36 k with up to 64 frames held (two runs each).
 _HOLD_FRAMES = 8
 _LONGEST_SLEEP = 0.1
 _BLOCKED_NAP = 0.001
-_BELL_PATIENCE = 0.1  # seconds; who is just sending wakes the reader as well
+_BELL_PATIENCE = 0.1  # seconds; a thread that is sending wakes the reader as well
 
-# What is known between two writes. Plain tuples: named ones cost 0.3 us more a frame.
+# The state between two writes. Plain tuples: named ones cost 0.3 us more a frame.
 _Outgoing = tuple[
     int,  # the sequence number of the next frame
-    tuple[Buffer, ...],  # what leaves before it, out of memory of our own
+    tuple[Buffer, ...],  # what is sent before it, from our own memory
 ]
 # A write that has begun and is not finished.
 _Journal = tuple[
-    _Outgoing,  # what was known before
-    Sequence[Buffer],  # all that is to leave: what was held back, then the frame if there is one
+    _Outgoing,  # the state before
+    Sequence[Buffer],  # all that is to be sent: held frames, then the frame if there is one
     bool,  # whether there is one,
-    bool,  # and whether it is in memory of our own
-    list[int],  # how many bytes have left, call by call
-    SealInProgress | None,  # the last piece, if it is made while the others leave
+    bool,  # and whether it is in our own memory
+    list[int],  # how many bytes were sent, call by call
+    SealInProgress | None,  # the last piece, if it is made while the others are sent
 ]
 
 
 class FrameWriter:
     """The outgoing direction of one connection. Every method is safe from any thread.
 
-    Args:
-        on_rest: As for ``Connection``.
-        fail: Fails the connection with a cause, and returns the error to raise.
-        explain: Returns the cause behind an error of the stream.
+    ``on_rest`` is as for ``Connection``. ``fail`` fails the connection with a cause, and returns
+    the error to raise. ``explain`` returns the cause behind an error of the stream.
 
     Attributes:
         failure: Why nothing can be sent any more. Set by the owner.
         ring: The ring beside the stream, if there is one. Set by the owner.
-        waiting: Messages that leave before the next frame; see ``outbox``.
+        waiting: Messages that are sent before the next frame; see ``outbox``.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class FrameWriter:
         self._fail = fail
         self._explain = explain
         self._lock = runtime.Lock()
-        self._reading: int | None = None  # the thread that has the lock and does something else
+        self._reading: int | None = None  # the thread that has the lock and reads
         self._outgoing: _Outgoing = (0, ())
         self._journal: _Journal | None = None
         self.failure: RankwireError | None = None
@@ -108,7 +106,7 @@ class FrameWriter:
 
     @property
     def is_holding(self) -> bool:
-        """Whether frames wait here to be flushed, or an interrupted write is to be completed."""
+        """Whether frames wait to be flushed, or an interrupted write must be completed."""
         return bool(self._outgoing[1] or self.waiting) or self._journal is not None
 
     @property
@@ -133,8 +131,8 @@ class FrameWriter:
     ) -> None:
         """Send one frame, as ``Connection.send`` does, but never lend it.
 
-        After this frame nothing can be sent if ``last`` gives the reason. Branches stand in place
-        of calls here: each call would cost every message 40 ns.
+        ``last`` is the reason why nothing can be sent after this frame. Branches replace calls
+        here: each call would cost every message 40 ns.
         """
         grip: list[bool] = []
         ring, is_put = self.ring, False
@@ -159,12 +157,12 @@ class FrameWriter:
             elif ring is not None and channel < FIRST_SPECIAL and ring.put(frame):
                 is_put = True  # with the number of the next one, which the stream does not see
             else:
-                # What ``_write`` does, for a frame that is taken at once: almost all are.
+                # What ``_write`` does, for a frame that is taken at once, as almost all are.
                 counts: list[int] = []
                 self._journal = (before, (frame,), True, True, counts, None)
                 try:
                     counts.extend(map(self._send, (frame,)))
-                except OSError:  # raised again by the next try
+                except OSError:  # the next attempt raises it again
                     counts.append(0)
                 if counts[0] == len(frame):
                     self._outgoing = (sequence + 1, ())
@@ -177,7 +175,7 @@ class FrameWriter:
             if grip[-1:] == [True]:
                 try:
                     self._put_in_order(True)
-                finally:  # a second interrupt may have fallen into the first time
+                finally:  # a second interrupt may have stopped the first time
                     self._put_in_order(True)
             raise
         finally:
@@ -188,14 +186,13 @@ class FrameWriter:
             self._wake_reader(deadline.clock)
 
     def _wake_reader(self, clock: Clock) -> None:
-        """Wake a reader that has stopped polling the ring."""
         try:
             self.send(*BELL, Deadline(_BELL_PATIENCE, clock))
-        except RankwireError as error:  # it has more to read than it takes, or reads no more
+        except RankwireError as error:  # it has input to read, or reads no more
             _log.debug("rank %d was not woken: %s", self._peer, error)
 
     def flush(self, deadline: Deadline, meanwhile: Meanwhile | None = None) -> None:
-        """Send the frames that were held back; raises ``RankwireError`` if the peer takes none."""
+        """Send the held frames; raise ``RankwireError`` if the peer takes none."""
         if self.is_holding:
             self._locked(self._flush, deadline, meanwhile)
 
@@ -261,10 +258,9 @@ class FrameWriter:
         is_owned: bool,
         coming: SealInProgress | None = None,
     ) -> None:
-        """Write what was held back and then a frame, if any; keep the rest at the deadline.
+        """Write the held frames and then a frame, if any; keep the rest at the deadline.
 
-        The arguments are noted in the journal. Raises ``DeadlineExceededError`` if nothing of the
-        frame has left, or there was none.
+        Raises ``DeadlineExceededError`` if nothing of the frame was sent, or there was none.
         """
         held = self._outgoing[1]
         if is_owned and held and frame and sum(map(len, (*held, *frame))) <= 2 * JOIN_NBYTES:
@@ -304,12 +300,12 @@ class FrameWriter:
             self._explain_rest(error, has_begun=self.frames_sent > sequence, is_owned=is_owned)
         except OSError as error:
             cause = self._fail(self._explain(error))
-            # Not before: what has begun must not be followed by another frame.
+            # Not before: no other frame may follow one that has begun.
             self._journal = None
             raise cause from error
 
     def _explain_rest(self, error: RankwireError, *, has_begun: bool, is_owned: bool) -> None:
-        """Raise why a frame was not written; a small one that has begun to leave counts as sent."""
+        """Raise why a frame was not written; a small one that has begun counts as sent."""
         if has_begun and isinstance(error, DeadlineExceededError):
             if is_owned:
                 return
@@ -320,7 +316,7 @@ class FrameWriter:
     def _put_in_order(self, is_sender_there: bool) -> None:
         """Keep the rest of a write that ended early. Safe to repeat.
 
-        If the sender has left after several interrupts, the memory of its frame may have changed.
+        If the sender is gone after several interrupts, the memory of its frame may have changed.
         """
         if self._journal is None:
             return
@@ -351,7 +347,7 @@ class FrameWriter:
             if not self._stream.wait(deadline.sleep_limit(), to_write=True):
                 raise self.not_taken(deadline)
             return
-        # Now and then it looks up: by then there may be more connections to read.
+        # The wait is limited: by then there may be more connections to read.
         patience = min(deadline.sleep_limit(), _LONGEST_SLEEP)
         if not self._stream.wait(patience, meanwhile.watch(), to_write=True):
             self._reading = runtime.get_ident()
@@ -359,7 +355,7 @@ class FrameWriter:
                 is_read = meanwhile.read()
             finally:
                 self._reading = None
-            if not is_read:  # but stays; do not look at it all the time
+            if not is_read:  # but some input stays; do not look at it all the time
                 self._stream.wait(min(deadline.sleep_limit(), _BLOCKED_NAP), to_write=True)
             if deadline.expired:
                 raise self.not_taken(deadline)

@@ -128,7 +128,7 @@ class MessagePort:
     def refuse(self, envelope: Envelope) -> None:
         """Drop messages with this envelope, or one whose tag differs in the lower 16 bits only.
 
-        Those that have arrived, and those that arrive later: this rank does not receive them any
+        Applies to messages that have arrived or arrive later: this rank does not receive them any
         more.
         """
         for peer in list(self._peers.values()):

@@ -29,7 +29,7 @@ _Dial = Callable[[str, Deadline, Callable[[], None]], ByteStream]
 
 
 class Scheme(NamedTuple):
-    """How processes reach each other by addresses of one scheme."""
+    """How processes connect by addresses of one scheme."""
 
     dial: _Dial  # takes what follows the scheme, a deadline, and what to call while waiting
     listen: Callable[[str], runtime.Socket | Listener]
@@ -49,11 +49,8 @@ TRANSPORTS = {"tcp": Scheme(dial_tcp, _listen_tcp), "unix": Scheme(dial_unix, li
 def dial(address: str, deadline: Deadline, check: Callable[[], None] = lambda: None) -> ByteStream:
     """Connect once to an address such as ``tcp://10.0.0.1:29500`` or ``unix:///tmp/socket``.
 
-    Calls ``check`` repeatedly while waiting; an exception from it ends the wait.
-
-    Raises:
-        NoConnectionError: No process listens there.
-        DeadlineExceededError: No answer in time.
+    Calls ``check`` repeatedly while waiting; an exception from it ends the wait. Raises
+    ``NoConnectionError`` if no process listens there, ``DeadlineExceededError`` without an answer.
     """
     scheme, where = _find(address)
     return scheme.dial(where, deadline, check)

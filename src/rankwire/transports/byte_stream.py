@@ -13,11 +13,10 @@ from typing import Literal, Protocol
 from rankwire import runtime
 from rankwire.wire.frames import DEFAULT_BUFFER_NBYTES, Buffer, first_bytes
 
-# Which other processes could read or change the bytes: none but those of this user; those of this
-# host; any on the way.
+# Which other processes could read or change the bytes: only those of this user; those of this host;
+# any on the way.
 Exposure = Literal["none", "loopback", "network"]
-# The arguments of ``Spin.finds``. All functions are in C: one in Python would cost as much as the
-# look itself.
+# The arguments of ``Spin.finds``. All functions are in C: one in Python would double the cost.
 Look = tuple[
     Callable[[], object], object, Callable[[], object], Callable[[], object] | None, object
 ]
@@ -44,14 +43,14 @@ class ByteStream:
         transport: The scheme, for errors and statistics.
         exposure: Decides whether frames are sealed, and whether TLS is used.
         binding: A hash of the listener's certificate, if any, to which the handshake is bound.
-        buffer_nbytes: How much is best read at once.
+        buffer_nbytes: The best size of a read.
         has_pending: Whether ``read`` has more at once, which no poller sees.
-        hides_input: Whether input may come that the descriptor does not show; then a thread calls
+        hides_input: Whether input may arrive that the descriptor does not show; then a thread calls
             ``before_sleep`` before it waits for the descriptor.
         look: How to poll it, for ``Spin.finds``.
-        recv_into: A C function that reads and returns the number of bytes, if there is one. A
-            connection then calls ``counts.extend(map(stream.recv_into, (view,)))`` instead of
-            ``read``, which takes 0.3 to 0.4 us more (60 bytes, Unix socket, loaded machine).
+        recv_into: A C function that reads and returns the number of bytes, if there is one.
+            ``counts.extend(map(stream.recv_into, (view,)))`` then replaces ``read``, which takes
+            0.3 to 0.4 us more (60 bytes, Unix socket, loaded machine).
         send: The same for ``write``.
     """
 
@@ -117,7 +116,7 @@ class ByteStream:
         raise NotImplementedError
 
     def unsent_nbytes(self) -> int:
-        """Return how many bytes have been written that the other end has not taken."""
+        """Return how many written bytes the other end has not taken."""
         return 0
 
     def unacknowledged(self) -> tuple[int, int] | None:
@@ -129,10 +128,10 @@ class ByteStream:
         return 0
 
     def shake_hands(self) -> bool:
-        """Continue a handshake of the stream itself; False if the other end has to answer first.
+        """Continue a handshake of the stream itself; False if the other end must answer first.
 
-        Raises ``AuthenticationError`` if one end does not accept the other, ``OSError`` if the
-        connection has ended.
+        Raises ``AuthenticationError`` if one end refuses the other, ``OSError`` if the connection
+        ended.
         """
         return True
 
@@ -150,7 +149,7 @@ class ByteStream:
 
 
 def look_at(descriptor: int) -> Look:
-    """Return how to ask a descriptor whether it has bytes to read; it does not see the end.
+    """Return how to ask a descriptor whether it has bytes to read; it does not show the end.
 
     A read that fails costs an exception, 0.9 us more.
     """
@@ -167,7 +166,7 @@ class Listener(Protocol):
     def accept(self) -> ByteStream:
         """Return the next connection.
 
-        Raises ``BlockingIOError`` if none is waiting, ``ConnectionError`` if the one that waited is
+        Raises ``BlockingIOError`` if none is waiting, ``ConnectionError`` if the waiting one is
         gone or must not connect, ``OSError`` if none can be accepted now.
         """
 
@@ -176,7 +175,7 @@ class Listener(Protocol):
 
 
 def wait_for(sock: Pollable, events: int, seconds: float, also_readable: Sequence[int] = ()) -> int:
-    """Sleep until the socket has one of the ``POLL*`` events; return those it has.
+    """Sleep until the socket has one of the ``POLL*`` events; return its events.
 
     Returns 0 after ``seconds``, or when one of the other descriptors is readable.
     """

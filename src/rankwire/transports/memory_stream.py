@@ -118,7 +118,7 @@ class MemoryWaiter:
 
     def release(self) -> None:
         """Wake the thread."""
-        with suppress(RuntimeError):  # it was rung already
+        with suppress(RuntimeError):  # already released
             self._lock.release()
 
     def wait(self, streams: Sequence[ByteStream], seconds: float) -> None:
@@ -140,7 +140,7 @@ class MemoryWaiter:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    pipe: Pipe  # what comes on it
+    pipe: Pipe  # its incoming pipe
     key: object
     is_once: bool
     is_armed: bool = True
@@ -148,13 +148,13 @@ class _Watch:
 
 
 class MemoryPoller:
-    """Waits for several streams in memory, see ``poller.Poller``; looks at them in turn."""
+    """Waits for several streams in memory, see ``poller.Poller``; checks them in turn."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._watches: dict[ByteStream, _Watch] = {}
         self._queue: deque[_Watch] = deque()
-        self._news = 0  # changes whenever there is something to look at
+        self._news = 0  # changes whenever there is something to check
         self._sleepers: Sleepers = []
         self._is_woken = False
         self._is_closed = False
@@ -217,14 +217,14 @@ class MemoryPoller:
         nearest: float | None = None
         for _ in range(len(self._queue)):
             watch = self._queue.popleft()
-            watch.is_queued = False  # before the look: what comes after it is news
+            watch.is_queued = False  # before the check: later input counts as new
             gap = watch.pipe.readable_in() if watch.is_armed else None
             if gap is None:
                 continue
             if gap == 0.0 and watch.is_once:
                 watch.is_armed = False
                 return watch, None
-            watch.is_queued = True  # there may be more, or will be
+            watch.is_queued = True  # there may be more, now or later
             self._queue.append(watch)
             if gap == 0.0:
                 return watch, None

@@ -1,14 +1,13 @@
-"""A pipe: one direction of a stream in memory, and the delays that messages meet in it.
+"""A pipe: one direction of a stream in memory, with delays of its messages.
 
-It is bounded and FIFO, written by one thread at a time and read by one. Like a socket it takes what
-there is room for (what has no content always has), and what was written before an end can still be
-read. A pipe that is *cut* loses what is not visible by then. Late messages need no thread: a
+It is bounded and FIFO, with one writing and one reading thread at a time. Like a socket it takes
+what it has room for (and always frames without content), and what was written before an end can
+still be read. A *cut* pipe loses what is not visible by then. Delayed messages need no thread: a
 sleeping reader knows when the next one is visible.
 
-What is written or read is so from the moment at which it is noted in the list that the caller gave.
-So a chunk carries that list, and after an interrupt the next writer or reader puts in order what it
-finds. No locks: each field belongs to the writer or the reader, or is set once; and deques and
-lists change in one step.
+Bytes count as written or read once the caller's list has their number. So a chunk carries that
+list, and after an interrupt the next writer or reader restores order. No locks: each field belongs
+to the writer or the reader, or is set once; and deques and lists change in one step.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Gate:
 class Position(NamedTuple):
     """The position of a writer in a message."""
 
-    left: int = 0  # bytes of it that are still to come; 0 at a header
-    head: bytes = b""  # what has come of the header
+    left: int = 0  # bytes of it that are not written yet; 0 at a header
+    head: bytes = b""  # the written part of the header
     when: float = 0.0  # when it becomes visible, in monotonic time
     is_message: bool = False  # and not a greeting or a farewell
 
@@ -62,7 +61,7 @@ class Route:
     now: Callable[[], float]  # the clock's
     delays: Iterator[float] | None = None  # seconds of each message in turn
     gate: Gate | None = None  # at the reader
-    # Called in the writer's thread when a message is written whole; it must not wait.
+    # Called in the writer's thread after a whole message; must not wait.
     on_message: Callable[[], None] = lambda: None
 
     def follow(self, position: Position, data: bytes) -> tuple[int, bool, Position]:
@@ -88,9 +87,9 @@ class Route:
 
 class _Chunk(NamedTuple):
     data: bytes
-    end: int  # where they end in all that was ever written
+    end: int  # where they end among all bytes ever written
     counts: list[int]  # it is written once this list
-    nth: int  # has something at this place
+    nth: int  # has a number at this index
     is_cut: bool  # whether the rest of a frame is to follow
     when: float = 0.0
     begins: bool = False  # whether a message begins with it
@@ -110,7 +109,7 @@ _NO_CHUNKS: deque[_Chunk] = deque()  # of all pipes that were never written to
 class Pipe:
     """One direction of a stream."""
 
-    _limit: int  # bytes above which nothing more is taken, unless the pipe is empty
+    _limit: int  # maximum of unread bytes, except for one larger message
     _route: Route | None
     _chunks: deque[_Chunk] = field(default_factory=lambda: _NO_CHUNKS)
     # The writer's.
@@ -121,7 +120,7 @@ class Pipe:
     # The reader's.
     _reading: tuple[list[int], int] | None = None
     _read_to: int = 0
-    # Anybody's.
+    # Used by any thread.
     _is_ended: bool = False
     _cut_at: float | None = None
     readers: Sleepers = field(default_factory=list)  # threads that sleep
@@ -176,7 +175,7 @@ class Pipe:
         self._last = None
 
     def _room(self) -> int:
-        """Return how many bytes more are taken; headers, one a chunk, do not count."""
+        """Return how many more bytes fit; headers, one a chunk, do not count."""
         nbytes = self._written_to - self._read_to
         if not nbytes:
             return sys.maxsize
@@ -221,7 +220,7 @@ class Pipe:
         return self._is_ended or self._cut_at is not None
 
     def _now(self) -> float:
-        """Return the time; without a route, all is visible at time 0."""
+        """Return the time; without a route, everything is visible at time 0."""
         return 0.0 if self._route is None else self._route.now()
 
     # -- the reader --------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ class Pipe:
     def read(self, buffer: memoryview, counts: list[int]) -> None:
         """Fill the beginning of a buffer and note how much; 0 at the end."""
         self._settle_reading()
-        is_over = self._is_over  # before the look at what is there
+        is_over = self._is_over  # before the check for input
         nbytes = self._fill(buffer, is_read=True)
         if not nbytes:
             if self._flushers and self._flush():
@@ -259,7 +258,7 @@ class Pipe:
 
     @property
     def is_silent(self) -> bool:
-        """Whether no bytes and no end are under way. For a look at many pipes."""
+        """Whether no bytes and no end are under way. For a check of many pipes."""
         return not self._chunks and not self._is_over
 
     def readable_in(self) -> float | None:
@@ -310,7 +309,6 @@ class Pipe:
         return False
 
     def _head(self) -> _Chunk | None:
-        """Return the first chunk that is written and not read."""
         index = 0
         with suppress(IndexError):
             while True:
@@ -325,7 +323,6 @@ class Pipe:
         return chunk is None or (self._cut_at is not None and chunk.when > self._cut_at)
 
     def _settle_reading(self) -> None:
-        """Complete an interrupted read. Safe to repeat."""
         if self._reading is not None:
             counts, read_to = self._reading
             if counts:
@@ -341,7 +338,7 @@ class Pipe:
         for flush in flushers:
             flush()
             with suppress(ValueError):
-                self._flushers.remove(flush)  # not before: an interrupt may fall into it
+                self._flushers.remove(flush)  # last: the call may be interrupted
         return bool(flushers)
 
     def wake_readers(self) -> None:

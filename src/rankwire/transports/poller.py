@@ -55,9 +55,9 @@ class EpollPoller:
 
     def __init__(self) -> None:
         self._keys: dict[int, object] = {}  # by descriptor
-        self._hiding: dict[int, ByteStream] = {}  # those that hide input
-        self._watched: dict[int, ByteStream] = {}  # all the time, not for one shot
-        self._last = -1  # of these, what could be read the last time
+        self._hiding: dict[int, ByteStream] = {}  # streams that hide input
+        self._watched: dict[int, ByteStream] = {}  # all the time, not once
+        self._last = -1  # of these, the last with input
         self._polls = 0
         self._epoll = runtime.epoll()
         self._wakeup = runtime.eventfd(0, runtime.EFD_NONBLOCK | runtime.EFD_CLOEXEC)
@@ -96,11 +96,12 @@ class EpollPoller:
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
         """Return the key of a stream that can be read; None after the time, or when woken.
 
-        The stream that had input last usually has it next, and is asked more often than the epoll.
+        The stream that had input last usually has it next, so it is polled more often than the
+        epoll.
         """
         self._polls += 1
         number = self._last
-        # A stream that always has more must not keep others from their turn.
+        # A stream that always has more must not starve the others.
         if not self._polls % _POLLS_OF_ALL and (ready := self._ask_all()):
             if spin is not None:
                 spin.budget = spin.most
@@ -124,8 +125,8 @@ class EpollPoller:
             return None
         if number != self._last and number in self._watched:
             last = self._hiding.get(self._last)
-            # With hidden input it stays the last one, which is asked next time; not now, or a
-            # stream that always has some would keep the others from their turn.
+            # With hidden input it stays the last one, which the next poll asks; not this one, or a
+            # stream that always has some would starve the others.
             if last is None or not last.before_sleep():
                 self._expect(number)
         return self._keys.get(number)
@@ -144,7 +145,7 @@ class EpollPoller:
         runtime.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Close the epoll. Nothing is unregistered: a parent may share it."""
+        """Close the epoll, without unregistering: a parent may share it."""
         self._epoll.close()
         os.close(self._wakeup)
         self._hiding.clear()

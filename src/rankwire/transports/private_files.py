@@ -1,10 +1,9 @@
-"""Read files that only this user may read: secrets and private keys.
+"""Reads files that only this user may read: secrets and private keys.
 
-What is checked must be what is read, and in a folder that others can write a name can mean another
-file a moment later. So a file is opened once, and ``fstat`` checks the descriptor.
-
-A symbolic link is followed if it belongs to this user or to root, as in the folders of Kubernetes
-and certbot. One of another user could lead to a file whose content others know.
+In a folder that others can write, a name can mean another file a moment later. So a file is opened
+once, and ``fstat`` checks the descriptor. A symbolic link is followed if it belongs to this user or
+to root, as in the folders of Kubernetes and certbot. Another user's link could lead to a file whose
+content others know.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTT
 def open_private(path: str | os.PathLike[str], *, named: str) -> Iterator[int]:
     """Open a file that belongs to this user and is closed to others; yield its descriptor.
 
-    Raises ``ConfigurationError``, with the name ``named``, if it is no such file or too large.
+    Raises ``ConfigurationError``, with the name ``named``, for any other file or one too large.
     """
     try:
         descriptor = _open(os.fspath(path), _MAX_LINKS)

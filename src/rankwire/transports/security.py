@@ -1,4 +1,4 @@
-"""Choose how connections are protected: the modes that users name, as a policy for each connection.
+"""Chooses how connections are protected: the modes that users name, as a policy for connections.
 
 The dialling end offers what its policy says, the listening end refuses less than its own demands.
 Nothing is negotiated. ``SECURITY.md`` says what each mode protects against.
@@ -38,10 +38,10 @@ class Tls:
         ca: The certificate of the authority whose certificates are accepted; best one for this job
             alone.
         names: The name in the certificate of each rank, with ``{rank}`` for its number: a DNS name
-            or URI among its subjectAltNames, compared letter by letter. The certificate of a
-            launcher has ``launcher``. The holder of one rank's certificate cannot act as another
-            rank. ``"any"`` is weaker: names are not checked, and a holder of any certificate of the
-            authority, and the secret, may act as any rank.
+            or URI among its subjectAltNames, compared letter by letter. A launcher's certificate
+            has ``launcher``. The holder of one rank's certificate cannot act as another rank.
+            ``"any"`` is weaker: names are not checked, and a holder of the secret and any
+            certificate of the authority may act as any rank.
     """
 
     cert: str | os.PathLike[str]
@@ -51,12 +51,12 @@ class Tls:
 
 
 def certificate_name(who: CertificateHolder) -> str:
-    """Return the name in the certificate of a launcher or a rank, which is that of its files."""
+    """Return the name in the certificate of a launcher or a rank, and of its files."""
     return who if who == "launcher" else f"rank-{who}"
 
 
 def certificate_files(home: Path, who: CertificateHolder) -> Tls:
-    """Return where a folder of certificates has those of a launcher or a rank."""
+    """Return the certificate files of a launcher or a rank in a folder."""
     name = certificate_name(who)
     return Tls(cert=home / f"{name}.pem", key=home / f"{name}.key", ca=home / "ca.pem")
 
@@ -97,7 +97,7 @@ class Policy:
     tls: TlsContexts | None = None
 
     def protection_of(self, stream: ByteStream) -> Protection:
-        """Return how the frames of a connection must be protected, seen from this end."""
+        """Return how this end's policy protects the frames of a connection."""
         if self.sealing == "never" or stream.exposure == "none":
             return Protection.NONE
         if self.sealing == "off loopback" and stream.exposure == "loopback":
@@ -105,13 +105,13 @@ class Policy:
         return Protection.SEALED | (Protection.FULL_MAC if self.full_mac else Protection.NONE)
 
     def dial(self, stream: ByteStream, deadline: Deadline, check: Callable[[], None]) -> ByteStream:
-        """Wrap a stream that this end has opened in TLS, if the policy wants it."""
+        """Wrap a stream that this end has opened in TLS, if the policy requires it."""
         if self.tls is None or stream.exposure == "none":
             return stream
         return self.tls.dial(_socket_of(stream), deadline, check)
 
     def accept(self, stream: ByteStream) -> ByteStream:
-        """Wrap an accepted stream in TLS, if the policy wants it, before its handshake."""
+        """Wrap an accepted stream in TLS, if the policy requires it, before its handshake."""
         if self.tls is None or stream.exposure == "none":
             return stream
         return self.tls.accept(_socket_of(stream))
@@ -137,11 +137,9 @@ def choose_policy(
 ) -> Policy:
     """Return the policy for the user's settings. Reads the TLS files.
 
-    ``security`` is one of ``Security``, ``integrity`` one of ``Integrity``. ``"auto"`` is ``"tls"``
-    if its files are given, else ``"local"`` or ``"auth"``, by the address where the world meets.
-
-    Raises:
-        ConfigurationError: The settings contradict each other, or the files cannot be used.
+    ``"auto"`` is ``"tls"`` if its files are given, else ``"local"`` or ``"auth"``, by the address
+    of the rendezvous. Raises ``ConfigurationError`` if the settings contradict each other, or the
+    files cannot be used.
     """
     if security not in get_args(Security):
         raise ConfigurationError(f"security is one of {get_args(Security)}, not {security!r}")
@@ -161,6 +159,6 @@ def choose_policy(
         raise ConfigurationError(f'security="local" is for loopback, and {address} is not')
     if security == "insecure":
         return Policy("insecure")
-    if security == "auth":  # spelled out: also through a tunnel that ends on loopback
+    if security == "auth":  # always: the address may be a tunnel that ends on loopback
         return Policy("auth", "always", full_mac)
     return Policy("local" if address.is_loopback else "auth", "off loopback", full_mac)

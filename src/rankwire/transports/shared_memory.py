@@ -5,7 +5,7 @@ maker's descriptor by ``/proc``, which the kernel allows to processes of one use
 other. It cannot be made smaller, which would kill a reader, and a token in it identifies it.
 
 Where any of this is not possible, sockets carry everything. ``wire.ring`` and ``shared_segment``
-use the memory, and leave the token's word alone.
+use the memory, except the token's word.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from rankwire import runtime
 from rankwire.interrupts import call_and_note, pop_into
 
-# Records and steps rely on stores being seen in the order in which they were made.
+# Rings and segments need stores to be seen in the order in which they were made.
 CAN_SHARE = (
     sys.platform == "linux"
     and platform.machine() in ("x86_64", "AMD64")
@@ -37,14 +37,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _OFFER = struct.Struct("<QQQ")  # the descriptor's number, the size, and the token
 _NAME = "rankwire"
-_TOKEN = 24  # which word of eight bytes it is
+_TOKEN = 24  # the index of its word of eight bytes
 
 
 class SharedMemory:
     """Memory made by this process, zeroed; raises ``OSError`` if the system does not allow it.
 
-    Attributes:
-        offer: What the other process needs in order to open it.
+    ``offer`` is what the other process needs in order to open it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -71,12 +70,11 @@ class _Descriptor:
         self._numbers: list[int] = []
 
     def take(self, open_one: Callable[..., int], *args: Any) -> int:
-        """Open one by a C function, and keep it in the same step."""
+        """Open a descriptor by a C function, and keep it in the same step."""
         call_and_note(self._numbers, open_one, *args)
         return self._numbers[0]
 
     def close(self) -> None:
-        """Close it. Idempotent."""
         while self._numbers:
             pop_into(os.close, self._numbers)
 
@@ -86,8 +84,8 @@ class _Descriptor:
 def _mapped(descriptor: int, nbytes: int) -> memoryview:
     """Map the memory behind a descriptor for as long as a view of it exists.
 
-    Not by ``mmap.mmap``, which keeps a descriptor of its own that long: an error that refers to its
-    frames would keep one open.
+    ``mmap.mmap`` would keep a descriptor of its own that long, and an error that refers to its
+    frames would keep it open.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -106,10 +104,10 @@ def _mapped(descriptor: int, nbytes: int) -> memoryview:
 
 
 def open_shared(pid: int, offer: bytes, sizes: range) -> memoryview:
-    """Open the memory that process ``pid``, by the kernel's word, has offered.
+    """Open the memory that process ``pid``, as the kernel reports it, has offered.
 
-    Raises ``OSError`` if the system does not allow it, ``ValueError`` if it is not such memory or
-    its size is not among ``sizes``.
+    Raises ``OSError`` if the system does not allow it, ``ValueError`` if it is other memory or its
+    size is not among ``sizes``.
     """
     try:
         number, nbytes, token = _OFFER.unpack(offer)

@@ -41,7 +41,7 @@ from rankwire.transports.spin import Spin
 _LINES = 256
 _LINE_NBYTES = 128
 _ALIGN = 4096
-_LARGEST_SLOT = 2 << 20  # larger arrays are read out of a rank's memory
+_LARGEST_SLOT = 2 << 20  # larger arrays are read from a rank's memory
 # Indices of the words in a line, whose word 0 is the last published step. Of two words, the first
 # is for even steps.
 ASLEEP, _TAGS, _SIZES = 1, 2, 4
@@ -159,19 +159,17 @@ def wake_all(address: int) -> None:
     _library.syscall(_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, 0, 0, 0)
 
 
-# Where ranks share cores: long enough for the others to run. An all_reduce of 8 B takes 97 us with
-# 100 us of this, 51 with 400, 65 with 1500 (4 ranks on 2 cores; 318, 318, 287 with 8; 981, 751, 632
-# with 16). Who has waited in vain does so for half as long the next time.
+# For ranks that share cores: long enough for the others to run. An all_reduce of 8 B takes 97 us
+# with 100 us of this, 51 with 400, 65 with 1500 (4 ranks on 2 cores; 318, 318, 287 with 8; 981,
+# 751, 632 with 16). After a useless wait, the next one is half as long.
 _YIELDING = 400e-6
 
 
 class SharedSegment(Segment):
     """One rank's end of a segment. One thread waits at a time; ``disturb`` is safe from any.
 
-    Args:
-        spin: Seconds that a rank polls before it sleeps; 0 if ranks share cores.
-        clock: Measures that. The kernel sleeps in real time.
-        made: The memory, if this process made it.
+    ``spin`` is how many seconds a rank polls before it sleeps; 0 if ranks share cores. ``made`` is
+    the memory, if this process made it.
     """
 
     def __init__(
@@ -212,8 +210,8 @@ class SharedSegment(Segment):
     ) -> SharedSegment:
         """Open a segment that another process has made.
 
-        Raises ``OSError`` if the system does not allow it, ``ValueError`` if it is no segment for
-        so many ranks.
+        Raises ``OSError`` if the system does not allow it, ``ValueError`` if it is not a segment
+        for so many ranks.
         """
         memory = open_shared(pid, offer, SEGMENT_SIZES)
         if not is_segment_of(size, len(memory)):
@@ -226,7 +224,7 @@ class SharedSegment(Segment):
         return self._made.offer if self._made is not None else b""
 
     def keep_private(self) -> None:
-        """Prevent further opening. The memory lives as long as it is used."""
+        """Prevent further opening. The memory exists as long as it is used."""
         if self._made is not None:
             self._made.close()
 
@@ -248,7 +246,7 @@ class SharedSegment(Segment):
                 if left <= 0.0 or self._is_disturbed:
                     self._is_disturbed = False
                     return False
-                # The kernel looks at the word once more, after this rank is seen to be asleep.
+                # The kernel checks the word once more, after this rank is seen to be asleep.
                 self._sleeps_at = self._addresses[rank]
                 sleep_while(self._sleeps_at, published & 0xFFFFFFFF, left)
         finally:
@@ -259,7 +257,7 @@ class SharedSegment(Segment):
     def wake_others(self) -> None:
         """Wake the ranks that sleep until this one publishes. After every ``publish``."""
         words = self.words
-        with self._barrier:  # a memory barrier: what was published is seen before we look
+        with self._barrier:  # a memory barrier: what was published is seen before the check
             pass
         for line in self.others:
             if words[line + ASLEEP]:

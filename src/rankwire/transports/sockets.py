@@ -1,4 +1,4 @@
-"""Sockets: what TCP and Unix sockets have in common as streams. Everything is non-blocking."""
+"""Sockets: the common part of TCP and Unix sockets as streams. Everything is non-blocking."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MAX_VECTORS = 512  # POSIX promises only 16 vectors a call, Linux has 1024
 _CHECK_EVERY = 0.1  # seconds
 BACKLOG = 4096  # limited by the kernel to somaxconn
 
-Socket = runtime.Socket  # for signatures above this layer, where no socket is touched
-# What the system calls take: host and port, and for IPv6 flow and scope too; or a path.
+Socket = runtime.Socket  # for signatures above this layer, which uses no sockets
+# The arguments of system calls: host and port, and for IPv6 flow and scope too; or a path.
 SocketAddress = tuple[Any, ...] | str
 
 
@@ -59,7 +59,7 @@ class SocketStream(ByteStream):
 
     @override
     def shut_down(self) -> None:
-        with suppress(OSError):  # not connected any more: nothing to wake up
+        with suppress(OSError):  # not connected any more: no thread to wake
             self.sock.shutdown(runtime.SHUT_RDWR)
 
 
@@ -108,7 +108,7 @@ def connect(
     try:
         try:
             code = sock.connect_ex(where)
-        except OSError as error:  # not even an address: a path that is too long
+        except OSError as error:  # not a valid address: a path that is too long
             raise NoConnectionError(f"cannot connect to {name}: {describe(error)}") from error
         if code == errno.EINPROGRESS:
             if not wait_patiently(sock, runtime.POLLOUT, deadline, check):

@@ -88,14 +88,14 @@ class Spin:
         return found
 
     def wasted(self) -> None:
-        """Note that the budget was spent in vain."""
+        """Note that the budget was spent without an answer."""
         self._misses = 1 if self.budget == self.most else self._misses + 1
         self._seen = self.now()
         self._skips = _LEAST_SKIPS + int(self._seen * 1e7) % _MORE_SKIPS
         self.budget = 0.0
 
     def tries_again(self) -> bool:
-        """Whether to poll although the last time was in vain; then there is a budget."""
+        """Whether to poll although the last time was useless; then there is a budget."""
         now = self.now()
         is_close, self._seen = now - self._seen < _CLOSELY, now
         if not is_close or self._misses > _PATIENCE:

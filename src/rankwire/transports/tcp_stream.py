@@ -1,7 +1,7 @@
 """TCP: addresses, options, listening and connecting.
 
 A place to listen at is ``host``, ``host:port``, ``host:low-high`` or ``:low-high``; the host is an
-address, a name, or a network interface such as ``eth1``. What is left out is chosen.
+address, a name, or a network interface such as ``eth1``. Omitted parts are chosen.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rankwire.transports.byte_stream import ByteStream, Exposure
 from rankwire.transports.sockets import BACKLOG, SocketStream, connect, describe, open_socket
 
 # A vanished host is noticed on an idle link by keepalive (2 s idle, 3 probes 1 s apart) and on a
-# busy one by the user timeout. That also ends a connection whose peer lives but does not read, so
-# it is for those that are always read; for the others ``Unanswered`` asks the kernel.
+# busy one by the user timeout. That also ends a connection whose peer runs but does not read, so it
+# is for connections that are always read; for others ``Unanswered`` asks the kernel.
 _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_PROBES = 2, 1, 3
 _USER_TIMEOUT_MS = 4000
-# What is lost on the way is sent again at least every second (Linux 6.15 and later); otherwise the
-# pauses double, and a link that was cut for 3.1 s would be silent for 6.2.
+# Lost packets are sent again at least every second (Linux 6.15 and later); otherwise the pauses
+# double, and a link that was cut for 3.1 s would be silent for 6.2.
 _TCP_RTO_MAX_MS, _LONGEST_RESEND_PAUSE_MS = 44, 1000
 _WILDCARDS = ("0.0.0.0", "::")
 _ACK_TOLERANCE = 0.05  # seconds: the kernel counts milliseconds, and rounds
@@ -67,7 +67,7 @@ class TcpStream(SocketStream):
 
 @dataclass(slots=True)
 class Unanswered:
-    """Measures how long the other host has not acknowledged what is under way.
+    """Measures how long the other host has not acknowledged sent data.
 
     A full window is acknowledged, so a process that does not read differs from a host that is gone.
     Keepalive (not while data is under way) and the user timeout (which counts a full window too) do
@@ -79,7 +79,7 @@ class Unanswered:
     _acknowledged: float = 0.0
 
     def look(self, stream: ByteStream) -> Deadline | None:
-        """Return a deadline that began when the silence was first seen; None if there is none."""
+        """Return a deadline that began when the silence was first seen; None without silence."""
         info = stream.unacknowledged()
         if info is None:
             return None
@@ -154,7 +154,7 @@ def expect_prompt_reading(stream: ByteStream) -> None:
 
 
 def listen_tcp(address: TcpAddress) -> runtime.Socket:
-    """Listen on exactly the address asked for; port 0 takes a free one.
+    """Listen on exactly the given address; port 0 takes a free one.
 
     Only ``0.0.0.0`` or ``::`` means all interfaces, not a name that resolves to them.
     """
@@ -174,7 +174,7 @@ def listen_tcp(address: TcpAddress) -> runtime.Socket:
 
 
 def start_listening(sock: runtime.Socket) -> None:
-    """Accept connections from now on; separate, so that a secret can be written before."""
+    """Accept connections from now on; separate, so that a secret can be written first."""
     sock.listen(BACKLOG)
 
 
@@ -186,7 +186,7 @@ def connect_tcp(
     failures: list[str] = []
     for index, (family, where) in enumerate(candidates):
         is_last = index == len(candidates) - 1
-        # One that never answers leaves time for the others.
+        # An address that never answers leaves time for the others.
         limit = deadline if is_last else deadline.sooner(deadline.remaining() / 2)
         name = str(TcpAddress(str(where[0]), int(where[1])))
         try:
@@ -208,7 +208,7 @@ def _resolve(address: TcpAddress) -> list[tuple[int, tuple[Any, ...]]]:
         found = runtime.getaddrinfo(address.host, address.port, type=runtime.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise NoConnectionError(f"cannot resolve {address.host!r}: {describe(error)}") from error
-    # "localhost" may resolve to ::1 first where the listener is on 127.0.0.1: IPv4 first.
+    # "localhost" may resolve to ::1 first while the listener is on 127.0.0.1: IPv4 first.
     found.sort(key=lambda entry: entry[0] != runtime.AF_INET)
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
@@ -220,7 +220,7 @@ def dial_tcp(where: str, deadline: Deadline, check: Callable[[], None]) -> TcpSt
 
 @dataclass(frozen=True, slots=True)
 class ListeningPlace:
-    """Where to listen; an empty host and port 0 are chosen when it is listened there."""
+    """Where to listen; an empty host and port 0 are chosen when listening."""
 
     host: str = ""
     low: int = 0
@@ -258,7 +258,7 @@ def listen_somewhere(place: ListeningPlace, host: str) -> runtime.Socket:
             trouble = error
             continue
         try:
-            start_listening(sock)  # of two that have bound a port, one succeeds here
+            start_listening(sock)  # if two sockets have bound the port, one fails here
         except OSError as error:
             sock.close()
             trouble = ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}")

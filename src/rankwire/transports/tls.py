@@ -1,4 +1,4 @@
-"""TLS around a TCP connection, as a stream, and whom it trusts.
+"""TLS around a TCP connection, as a stream, and the certificates that it accepts.
 
 TLS 1.3 only, certificates required of both ends, no tickets. The handshake inside
 (``wire.handshake``) says which rank each end is, and has the listener's certificate in its MAC.
@@ -6,14 +6,14 @@ TLS 1.3 only, certificates required of both ends, no tickets. The handshake insi
 OpenSSL's objects are not thread-safe, and one thread may read a connection while another writes it.
 So the socket stays outside: bytes pass through memory (``ssl.MemoryBIO``), and one short lock is
 held while they are encrypted or decrypted, never while waiting. An interrupt while it is held fails
-the connection: the bytes that OpenSSL had at that moment are lost.
+the connection: the bytes in OpenSSL at that moment are lost.
 
 Two things differ from a socket:
 
 - Decrypted bytes may be here although the socket has nothing to read (``has_pending``). During the
-  handshakes, ``receive`` takes single records from the socket, so that nothing is left over.
+handshakes, ``receive`` takes single records from the socket, so that nothing is left over.
 - Encrypted bytes may be here although the socket takes no more. Then the last byte counts as not
-  sent; the sender repeats it, as after any partial send, and so sends the rest.
+sent; the sender repeats it, as after any partial send, and so sends the rest.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _CHUNK_NBYTES = 256 << 10
 _RECORD_HEAD_NBYTES = 5
 _RECORD_NBYTES = 1 << 14
 _VERSION = "TLSv1.3"
-# A fatal alert, "protocol version". OpenSSL does not answer what is not TLS at all; a rank without
-# TLS learns from this that it should have it.
+# A fatal alert, "protocol version". OpenSSL does not answer other protocols; a rank without TLS
+# learns from this that it needs TLS.
 _NOT_TLS = bytes.fromhex("15 0303 0002 0246")
 
 
@@ -68,8 +68,8 @@ class TlsStream(TcpStream):
         self._received = ssl.MemoryBIO()
         self._encrypted = ssl.MemoryBIO()
         self.session = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
-        self._lock = runtime.Lock()  # guards all that follows
-        self._unsent = memoryview(b"")  # encrypted, and the socket does not take it now
+        self._lock = runtime.Lock()  # guards everything below
+        self._unsent = memoryview(b"")  # encrypted, and not taken by the socket
         self._owes_a_byte = False  # the last byte sent is not reported yet, see above
         self._decrypted = bytearray()  # and not read yet
         self._end: str | None = None  # empty at the end of the stream, else why it has failed
@@ -100,7 +100,7 @@ class TlsStream(TcpStream):
                 if not self._encrypted.pending:
                     self._encrypted.write(_NOT_TLS)
                 self._flush()  # the alert that gives the other end the reason
-                # Closing with input unread would reset the connection, and the alert with it.
+                # Closing with unread input would reset the connection, and the alert with it.
                 self.sock.recv(_CHUNK_NBYTES)
             raise AuthenticationError(f"the TLS handshake failed: {_reason(error)}") from error
         self._flush()
@@ -133,7 +133,7 @@ class TlsStream(TcpStream):
                     self._decrypted[:0] = buffer[:count]
                     self._under_way.decrypting = False
                 return bytes(self._decrypted[:nbytes])
-            except _TlsError as error:  # the other end can refuse our certificate only now
+            except _TlsError as error:  # the other end can refuse this certificate only now
                 raise AuthenticationError(f"TLS: {error}") from error
 
     @override
@@ -186,9 +186,9 @@ class TlsStream(TcpStream):
             self._end = ""
         except ssl.SSLError as error:
             self._end = _reason(error)
-            self.shut_down()  # a thread that sleeps until there is more wakes up
+            self.shut_down()  # wakes a thread that sleeps until there is more
         if self._encrypted.pending:
-            with suppress(OSError):  # the next send says so
+            with suppress(OSError):  # the next send raises it
                 self._flush()  # an answer of TLS itself, or an alert
         self._under_way.decrypting = filled > 0
         return filled
@@ -201,7 +201,7 @@ class TlsStream(TcpStream):
     def _fill(self) -> bool:
         """Read from the socket; False at its end, BlockingIOError if it has nothing now."""
         if self._records is None:
-            # One call of a C function: no interrupt falls between the two ends of it.
+            # One call of a C function: no interrupt stops it between the read and the write.
             return any(map(self._received.write, map(self.sock.recv, (_CHUNK_NBYTES,))))
         piece = self.sock.recv(self._records.wanted_nbytes())
         if not piece:
@@ -266,8 +266,8 @@ class _Records:
     """Finds the ends of records, for a reader that takes no more than one at a time."""
 
     def __init__(self) -> None:
-        self._left = 0  # of the current one
-        self._head = b""  # what has come of the next one's
+        self._left = 0  # of the current record
+        self._head = b""  # the received part of the next record's head
 
     def wanted_nbytes(self) -> int:
         return self._left or _RECORD_HEAD_NBYTES - len(self._head)
@@ -293,7 +293,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 class TlsContexts:
-    """The certificate and the trust of one rank; ``ConfigurationError`` for unusable files."""
+    """A rank's certificate and accepted authority; ``ConfigurationError`` for unusable files."""
 
     def __init__(self, files: Tls) -> None:
         self._names = files.names
@@ -318,8 +318,8 @@ class TlsContexts:
     ) -> TlsStream:
         """Open TLS on a connected, non-blocking socket; the stream owns it once this returns.
 
-        Calls ``check`` as ``sockets.connect`` does. Raises ``AuthenticationError`` if one end does
-        not accept the other's certificate or version, ``NoConnectionError`` if the other end closed
+        Calls ``check`` as ``sockets.connect`` does. Raises ``AuthenticationError`` if one end
+        refuses the other's certificate or version, ``NoConnectionError`` if the other end closed
         the connection, ``DeadlineExceededError`` if it did not answer in time.
         """
         stream = TlsStream(sock, self._dialling, server_side=False)
@@ -328,7 +328,7 @@ class TlsContexts:
                 if stream.shake_hands():
                     break
             except RankwireError:
-                raise  # some of ours are also OSErrors
+                raise  # some of our own errors are also OSErrors
             except OSError as error:
                 raise NoConnectionError(
                     f"the TLS handshake ended ({error.strerror or error}): have all ranks tls=,"
@@ -380,8 +380,8 @@ def _make_context(protocol: int, files: Tls) -> ssl.SSLContext:
         context.num_tickets = 0
     context.load_verify_locations(cafile=os.fspath(files.ca))
     with open_private(files.key, named=f"the TLS key {os.fspath(files.key)}") as key:
-        # This name means the file that was checked, whatever its own means by now. A function, or
-        # OpenSSL would ask the terminal for the passphrase of an encrypted key.
+        # This path means the checked file, whatever its name means by now. A function, or OpenSSL
+        # would ask the terminal for the passphrase of an encrypted key.
         context.load_cert_chain(files.cert, name_of_open(key), password=_no_passphrase)
     return context
 

@@ -40,7 +40,7 @@ class UnixStream(SocketStream):
 
     @classmethod
     def admit(cls, sock: runtime.Socket) -> UnixStream:
-        """Return an accepted socket as a stream; raises ``OSError`` for one of another user."""
+        """Return an accepted socket as a stream; raises ``OSError`` if it is another user's."""
         tune_unix(sock)
         if unix_peer(sock)[1] != os.geteuid():
             raise PermissionError("a process of another user")
@@ -68,7 +68,7 @@ class UnixStream(SocketStream):
         return RingWriter(open_shared(self.peer_pid(), offer, _RING_SIZES))
 
     def drop_ring(self) -> None:
-        """Release the shared memory; it is freed once no thread looks at it."""
+        """Release the shared memory; it is freed once no thread uses it."""
         self.ring_is_open()
         self.ring = self._shared = None
 

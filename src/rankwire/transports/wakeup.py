@@ -1,7 +1,8 @@
-"""Wake a thread that serves a selector (``Wakeup``), or threads that sleep on locks (``Sleepers``).
+"""Wakes a thread that serves a selector (``Wakeup``), or threads that sleep on locks.
 
-A sleeper puts a lock of its own into a list, checks once more whether it has to sleep, and waits
-until another thread releases the lock. Lists change in one step, so neither side takes a lock.
+A sleeper puts a lock of its own into a list (``Sleepers``), checks once more whether it has to
+sleep, and waits until another thread releases the lock. Lists change in one step, so neither side
+takes a lock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Action = Callable[[], None]
 class EventDescriptor:
     """A descriptor that becomes readable when another thread calls ``release``.
 
-    Lock: ``_lock`` guards it against use after ``close``, when the number may be another file's.
+    Lock: ``_lock`` guards it against use after ``close``, when another file may have its number.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class EventDescriptor:
         return self._number
 
     def release(self) -> None:
-        """Wake the thread that waits. Safe from any thread."""
+        """Wake the waiting thread. Safe from any thread."""
         with self._lock:
             if self._is_open:
                 runtime.eventfd_write(self._number, 1)
@@ -81,7 +82,7 @@ class Wakeup(EventDescriptor):
         super().close()
 
     def close_in_child(self) -> None:
-        """Close this child's copies of what the parent has, see ``fork``."""
+        """Close this child's copies of the parent's resources, see ``fork``."""
         self._lock = runtime.Lock()
         super().close()
 
@@ -117,7 +118,7 @@ def sleeper(clock: Clock, *places: Sleepers) -> Iterator[Callable[[float], objec
 
 
 def wake(sleepers: Sleepers) -> None:
-    """Wake all sleepers: one call of a C function takes one from the list and wakes it."""
+    """Wake all sleepers: one call of a C function takes a lock from the list and releases it."""
     while sleepers:
-        with suppress(IndexError, RuntimeError):  # another thread was faster, in any of its places
+        with suppress(IndexError, RuntimeError):  # another thread took it first, from any list
             deque(map(_release, starmap(sleepers.pop, ONCE)), 0)
