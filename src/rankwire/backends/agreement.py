@@ -32,11 +32,7 @@ _AGREEMENT_TAG = 0
 
 
 class _Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a member sends to the others about a new group.
-
-    ``ordinal`` is how many groups of these members it has made. ``incarnations`` is empty unless a
-    member was restarted.
-    """
+    """What a member sends the others; ``ordinal`` counts earlier groups of these members."""
 
     members: list[int]
     ordinal: int
@@ -47,10 +43,7 @@ _DECODER = msgspec.msgpack.Decoder(_Announcement)
 
 
 class _Attempt(msgspec.Struct):
-    """What this rank sent to another member about a group that is not made yet, and what it heard.
-
-    An attempt with the same payload is for the same group.
-    """
+    """What this rank sent another member about a group to be made, and what it heard."""
 
     payload: bytes
     heard: _Announcement | None = None

@@ -69,10 +69,7 @@ def check_tag(tag: int) -> int:
 
 
 def flat_view(buffer: Any) -> memoryview:
-    """Return a contiguous buffer as bytes, without a copy.
-
-    Raises ``ConfigurationError`` for gaps, a mask, or references to objects.
-    """
+    """Return a contiguous buffer as bytes, uncopied; ``ConfigurationError`` if it is invalid."""
     try:
         view = memoryview(buffer)
         refers = holds_references(view)

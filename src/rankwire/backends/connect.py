@@ -121,7 +121,6 @@ def connect(**options: Any) -> TcpBackend:
 
 
 def _settle_address(place: Assignment, arguments: dict[str, Any]) -> None:
-    """Choose among several addresses of rank 0, and leave the rest of the time for joining."""
     deadline = Deadline(arguments.get("join_timeout", DEFAULT_JOIN_TIMEOUT), arguments["clock"])
     addresses = (place.address, *place.others)
     if place.rank == 0:
@@ -193,7 +192,6 @@ _memory = _Memory()
 
 
 def _read_settings(environ: Environment, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment's settings for security, listening and memory, as arguments."""
     found: dict[str, Any] = {
         name: environ[variable] for name, variable in _SETTINGS.items() if environ.get(variable)
     }

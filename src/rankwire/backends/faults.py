@@ -184,10 +184,7 @@ class FaultPlan(PublicDir):
             check_rank(rank, world_size)
 
     def delays(self, src: int, dst: int, kind: str = "") -> Iterator[float] | None:
-        """Return the delays of a link's messages in seconds, in turn; None if it has none.
-
-        Each ``kind`` of traffic has a sequence of its own.
-        """
+        """Return the delays of a link's messages of one kind in seconds; None if it has none."""
         rules = [rule for rule in self._delays if rule.concerns(src, dst)]
         if not rules:
             return None
@@ -213,11 +210,7 @@ class Timetable:
         self._thread = runtime.Thread(target=self._run, name="rankwire-timetable", daemon=True)
 
     def begin(self, agenda: Iterable[tuple[float, Callable[[], None]]]) -> None:
-        """Start to run the actions, each at its time. Called once.
-
-        Of actions at the same time, the first in the list runs first. An action must not wait, or
-        it delays the others.
-        """
+        """Start the actions, each at its time, equal times in list order. None may wait."""
         self._agenda = sorted(agenda, key=operator.itemgetter(0))
         if self._agenda and not self._has_ended.is_set():
             self._thread.start()

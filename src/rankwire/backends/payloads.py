@@ -113,7 +113,6 @@ def _beginning(payload: Payload) -> bytearray:
 
 
 def _target(message: ArrayMessage, out: Any) -> np.ndarray[Any, Any]:
-    """Return ``out`` as an array that the message's elements can be copied to."""
     _check_kind(out)
     theirs = message.describe()
     if is_tensor(out):
@@ -134,10 +133,7 @@ def _target(message: ArrayMessage, out: Any) -> np.ndarray[Any, Any]:
 
 
 def check_out(out: Any) -> None:
-    """Raise, before anything is received, if ``out`` is an array that no message can fill.
-
-    Its dtype cannot be sent, as with references to objects, or it has a mask, which would stay.
-    """
+    """Raise ``ConfigurationError`` if ``out`` is an array with a mask or a dtype not carried."""
     if is_masked(out):
         raise ConfigurationError("out has a mask: pass out.data, and set the mask afterwards")
     if isinstance(out, np.ndarray) and dtype_code(out.dtype) is None:

@@ -214,10 +214,7 @@ class Network:
     # -- for members -------------------------------------------------------------------------------
 
     def verdict(self, rank: int, peer: int) -> tuple[RankwireError, int | None] | None:
-        """Return why ``rank`` cannot reach ``peer`` (which may be itself); None if it can.
-
-        The error comes with the rank that caused the peer's failure, if the peer has reported one.
-        """
+        """Return why ``rank`` cannot reach ``peer``, and which rank caused it; None if it can."""
         with self._lock:
             if rank in self._left:
                 return ChannelClosedError("this backend is closed"), None

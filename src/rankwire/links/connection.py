@@ -194,10 +194,7 @@ class Connection(FrameReader):
         self.send(*BELL, deadline)
 
     def introduce(self, *, is_read: bool = True) -> None:
-        """On a new connection, notify a local peer whether this process can read its memory.
-
-        If ``is_read``, also offer a ring.
-        """
+        """On a new connection, send the introduction, and a ring offer if ``is_read``."""
         if isinstance(self.stream, UnixStream):
             if is_read and self._may_offer:
                 self._offer_ring(self.stream)

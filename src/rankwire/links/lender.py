@@ -98,10 +98,7 @@ _arena = _Arena()
 
 
 def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
-    """Return a loan, which keeps the memory alive until ``revoke``, and its description to send.
-
-    Returns None for too many pieces.
-    """
+    """Return a loan, valid until ``revoke``, and its description; None for too many pieces."""
     views = [memoryview(buffer) for buffer in buffers]
     pieces = [(address_of(view), view.nbytes) for view in views if view.nbytes]
     if not 1 <= len(pieces) <= MAX_PIECES:
@@ -112,10 +109,7 @@ def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
 
 
 class Lent:
-    """Memory that a peer may read until it writes a receipt or this end revokes.
-
-    ``was_read`` is set if the loan ended here after the peer had read it.
-    """
+    """Memory that a peer may read until it writes a receipt (``was_read``) or this end revokes."""
 
     __slots__ = ("_buffers", "_lock", "_nbytes", "_pair", "address", "number", "was_read")
 

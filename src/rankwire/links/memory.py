@@ -73,10 +73,7 @@ WRITE = _system_call("process_vm_writev")
 
 
 def probe(stream: ByteStream) -> tuple[int, str]:
-    """Return the process at the other end if this one may read its memory, or 0 and why not.
-
-    The process id is the kernel's, not the peer's.
-    """
+    """Return the kernel's id of the peer process if its memory is readable, or 0 and why not."""
     if stream.transport != "unix":
         return 0, "it is not connected by a Unix socket"
     pid = stream.peer_pid()

@@ -159,6 +159,5 @@ def post(
 
 
 def _loan(envelope: Envelope, description: bytes) -> tuple[Envelope, Message]:
-    """Return the frame that describes a loan."""
     group, channel, tag = envelope
     return (group, channel | LOAN, tag), ((description,), len(description))

@@ -124,11 +124,7 @@ class CallPort:
             raise
 
     def cancel(self, dst: int, request_id: int, *, expired: bool = False) -> None:
-        """Cancel a call: tell the callee that its reply is not wanted.
-
-        If the cancel cannot be sent now, it is retried. ``expired`` says that the caller's timeout
-        passed.
-        """
+        """Cancel a call, now or by a retry; ``expired`` says that the caller's timeout passed."""
         if not self._calls.cancel(dst, request_id, expired=expired):
             self.wake()  # the thread in ``poll`` retries
 
@@ -279,10 +275,7 @@ class CallPort:
             del self._sending[connection, call.request_id]
 
     def drop_reply(self, call: IncomingCall) -> None:
-        """Note that the caller does not want the reply; revoke it if the caller is reading it.
-
-        Safe while another thread is in ``reply`` for the same call.
-        """
+        """Drop a reply, or revoke it while the caller reads it; safe during its ``reply``."""
         call.is_wanted = False
         handle = self._sending.get((call.origin, call.request_id))
         if handle is not None:
@@ -315,10 +308,7 @@ class CallPort:
         return self._calls.unread.attend(patiently=patiently) or is_holding
 
     def attend_to(self, dst: int, reply: Reply) -> None:
-        """Have a reply of ``dst`` read as soon as it arrives, though no thread waits for it.
-
-        The thread that reads its connection then, or the thread in ``poll``, reads it.
-        """
+        """Have the thread that reads or polls next read a reply of ``dst`` when it arrives."""
         self._calls.unread.attend_to(dst, reply)
 
     # -- ending ------------------------------------------------------------------------------------
@@ -330,10 +320,7 @@ class CallPort:
                 self._poller.wake()
 
     def shut_down(self, cause: RankwireError) -> None:
-        """End every wait and ``poll`` with ``cause``, because the backend closes.
-
-        Informs no peer: the backend does. It calls ``close`` afterwards.
-        """
+        """End every wait with ``cause``; the backend informs the peers, then calls ``close``."""
         self._ended = cause
         self.wake()
         self._calls.fail(cause)
@@ -348,10 +335,7 @@ class CallPort:
         self._lock = self._calls.lock
 
     def close(self) -> None:
-        """Close the connections, and end every wait and ``poll``. Idempotent.
-
-        Sends farewells, unless the backend closes: then the backend informs the peers.
-        """
+        """Close all, with farewells unless the backend closes; end every wait. Idempotent."""
         cause = ChannelClosedError("this agent is closed")
         with self._lock:
             if self._closed is not None:

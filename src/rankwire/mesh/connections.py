@@ -66,10 +66,8 @@ class Connections(ABC):
     ) -> tuple[ByteStream, Seals | None]:
         """Return an authenticated stream to a peer, and the keys that seal its frames.
 
-        Raises:
-            PeerLostError: The peer is lost.
-            ChannelClosedError: The peer has left, or this backend is closed.
-            DeadlineExceededError: The peer did not answer in time.
+        Raises ``PeerLostError``; ``ChannelClosedError`` if the peer has left, or this backend is
+        closed; ``DeadlineExceededError``.
         """
 
     @abstractmethod
@@ -78,10 +76,7 @@ class Connections(ABC):
 
     @abstractmethod
     def flush_when_possible(self, connection: Connection) -> None:
-        """Have a connection's held frames sent as soon as its peer takes more. From any thread.
-
-        The caller holds the connection's send lock.
-        """
+        """Have held frames sent once the peer takes more. From any thread; send lock held."""
 
     def new_waiter(self) -> Waiter:
         """Return a waiter for a thread that sleeps on several streams."""
@@ -204,10 +199,7 @@ class Connections(ABC):
 
 
 class Ports:
-    """The call ports of one rank, by service, and connections that wait for a port.
-
-    Every method is safe from any thread.
-    """
+    """A rank's call ports, by service, and connections that wait for one. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = runtime.Lock()
@@ -219,9 +211,8 @@ class Ports:
     def open(self, port: CallPort) -> list[Connection]:
         """Register a new port; return the connections that have waited for it.
 
-        Raises:
-            ConfigurationError: Its service has an open port already.
-            ChannelClosedError: This rank has left.
+        Raises ``ConfigurationError`` if its service has an open port already,
+        ``ChannelClosedError`` if this rank has left.
         """
         with self._lock:
             if self._has_ended:
@@ -250,9 +241,8 @@ class Ports:
     ) -> tuple[CallPort | None, Connection | None]:
         """Return the port that a connection is for; if there is none, keep the connection for it.
 
-        Returns:
-            The port, and a connection to close: this one if its service has closed, or an older one
-            of the same rank, whose agent has closed since.
+        Also returns a connection to close: this one if its service has closed, or an older one of
+        the same rank, whose agent has closed since.
         """
         with self._lock:
             port = self._open.get(service)

@@ -120,10 +120,7 @@ class Inquiries(ABC):
         ]
 
     def _blocked_on(self) -> list[int]:
-        """Return the ranks for whose messages a thread of this rank waits, or has just waited.
-
-        A posted receive that no thread waits for does not count.
-        """
+        """Return the ranks whose messages a thread waits for or just did; posts do not count."""
         inboxes = methods_entered(_RECEIVING)
         asking = list(self._asking.values())
         return [

@@ -54,10 +54,8 @@ class MessagePort:
         """Send one message without waiting for a peer that reads it from this rank's memory.
 
         ``check`` is called now and then while the peer does not take it; its exception ends the
-        wait.
-
-        Returns:
-            A handle to settle before the buffers may change; None if they may change already.
+        wait. Returns a handle to settle before the buffers may change; None if they may change
+        already.
         """
         peer, lookout = self._peers[dst], self._lookout
         connection = peer.messages or self._mesh.connections.for_messages(peer, deadline)
@@ -82,9 +80,7 @@ class MessagePort:
         """Return the next message under an envelope; the caller owns it.
 
         A large one may still be in the sender's memory; then the caller must read and release it.
-
-        Raises:
-            SizeMismatchError: The message does not have ``nbytes`` bytes; it stays receivable.
+        Raises ``SizeMismatchError`` if it does not have ``nbytes`` bytes; it stays receivable.
         """
         return self._peers[src].inbox.take(Receive(envelope, nbytes=nbytes), deadline)
 
@@ -126,11 +122,7 @@ class MessagePort:
             peer.inbox.abandon(group, cause)
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop messages with this envelope, or one whose tag differs in the lower 16 bits only.
-
-        Applies to messages that have arrived or arrive later: this rank does not receive them any
-        more.
-        """
+        """Drop arrived and later messages whose tag differs in the lower 16 bits only."""
         for peer in list(self._peers.values()):
             peer.inbox.refuse(envelope)
 

@@ -43,10 +43,7 @@ T = TypeVar("T")
 
 
 def dial_alone(lock: runtime.Lock, rank: int, deadline: Deadline, dial: Callable[[], T]) -> T:
-    """Call ``dial`` while holding a dial lock, and return its result.
-
-    Raises ``DeadlineExceededError`` if another thread holds the lock until the deadline.
-    """
+    """Call ``dial`` under a lock; ``DeadlineExceededError`` if another thread holds it."""
     grip: list[bool] = []
     try:
         if not deadline.take(lock, grip):
@@ -223,11 +220,7 @@ class Peer:
             self.judge(PeerLostError(self.member.rank, reason))
 
     def look_for_end(self) -> None:
-        """Look whether the peer has ended, when no control plane reports it.
-
-        Checks the outgoing connection, on which only its farewell can arrive and which no thread
-        reads.
-        """
+        """Check the message connection for an end, when no control plane reports ends."""
         if self.failure is not None or self.messages is None:
             return
         try:
@@ -238,11 +231,7 @@ class Peer:
             self.judge(error)
 
     def retire(self) -> None:
-        """Close the inbox and the message connection, because a new process is in its place.
-
-        Its failure has woken the waiting threads. The ports close the connections for calls, which
-        they read.
-        """
+        """Close the inbox and message connection; the ports close the connections for calls."""
         cause = self.judge(PeerLostError(self.member.rank, "it was started anew"))
         self.inbox.close(cause)
         if self.messages is not None:

@@ -242,10 +242,7 @@ class TcpMesh(Mesh):
         self.introductions.begin()
 
     def look_for_silence(self) -> None:
-        """Look now and then for failures that no report covers.
-
-        Hosts that do not answer on a busy connection; without a coordinator, also ends.
-        """
+        """Look for unresponsive hosts on busy connections; without a coordinator, also for ends."""
         for peer in self.peers.values():
             peer.look_for_silence(_UNANSWERED_LIMIT)
             if not self.is_watched:

@@ -94,11 +94,7 @@ class EpollPoller:
             self._epoll.unregister(number)
 
     def poll(self, seconds: float, spin: Spin | None = None) -> object | None:
-        """Return the key of a stream that can be read; None after the time, or when woken.
-
-        The stream that had input last usually has it next, so it is polled more often than the
-        epoll.
-        """
+        """Return the key of a readable stream; poll the last one more often than the epoll."""
         self._polls += 1
         number = self._last
         # A stream that always has more must not starve the others.

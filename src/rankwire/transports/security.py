@@ -62,10 +62,7 @@ def certificate_files(home: Path, who: CertificateHolder) -> Tls:
 
 
 def files_of(folder: str | os.PathLike[str], who: CertificateHolder) -> Tls:
-    """Return the files of a launcher or a rank in a folder that ``rankwire certificates`` made.
-
-    Raises ``ConfigurationError``, which names them, if some are missing or cannot be read.
-    """
+    """Return the files of ``who`` in a folder; ``ConfigurationError`` names missing ones."""
     files = certificate_files(Path(folder), who)
     missing = [
         Path(file).name

@@ -41,10 +41,7 @@ _TOKEN = 24  # the index of its word of eight bytes
 
 
 class SharedMemory:
-    """Memory made by this process, zeroed; raises ``OSError`` if the system does not allow it.
-
-    ``offer`` is what the other process needs in order to open it.
-    """
+    """Zeroed memory that others open by its ``offer``; raises ``OSError`` if it is not allowed."""
 
     def __init__(self, nbytes: int) -> None:
         self._held = _Descriptor()

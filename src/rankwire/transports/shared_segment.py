@@ -194,10 +194,7 @@ class SharedSegment(Segment):
 
     @classmethod
     def make(cls, nbytes: int, rank: int, size: int, *, spin: float, clock: Clock) -> SharedSegment:
-        """Make a segment with so many bytes for the slots of all ranks together.
-
-        Raises ``OSError`` if there is no memory for it, or ``nbytes`` is too small.
-        """
+        """Make a segment of ``nbytes`` for all slots; ``OSError`` if too few, or no memory."""
         whole_nbytes = segment_nbytes(nbytes, size)
         if not whole_nbytes:
             raise OSError(f"{nbytes} bytes are too little for {size} ranks")
@@ -208,11 +205,7 @@ class SharedSegment(Segment):
     def open(
         cls, pid: int, offer: bytes, rank: int, size: int, *, spin: float, clock: Clock
     ) -> SharedSegment:
-        """Open a segment that another process has made.
-
-        Raises ``OSError`` if the system does not allow it, ``ValueError`` if it is not a segment
-        for so many ranks.
-        """
+        """Open another process's segment; ``OSError`` if forbidden, ``ValueError`` if invalid."""
         memory = open_shared(pid, offer, SEGMENT_SIZES)
         if not is_segment_of(size, len(memory)):
             raise ValueError(f"{len(memory)} bytes are no segment for {size} ranks")

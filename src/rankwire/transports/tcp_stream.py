@@ -281,7 +281,6 @@ def _port(text: str, whole: str) -> int:
 
 
 def _interface_address(host: str) -> str:
-    """Return the IPv4 address of a network interface; anything else as it is."""
     if not host or host not in (name for _, name in runtime.if_nameindex()):
         return host
     request = struct.pack(f"{_IFREQ_NBYTES}s", host.encode()[:15])
