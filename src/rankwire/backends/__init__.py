@@ -1,5 +1,5 @@
 """What users hold: ``Backend``, its implementations and handles, with arguments and errors checked.
 
 Backends may import everything below them: ``mesh``, ``rendezvous``, ``observe``, ``links``. The
-implementations do not know each other, and none knows calls or collectives.
+implementations must not know each other, nor calls or collectives.
 """

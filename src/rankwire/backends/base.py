@@ -150,9 +150,8 @@ class Backend(MessagePosting):
     def send(self, data: Sendable, dst: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send one message. The data may change again on return.
 
-        On return, a small message is sent. The peer has taken a large one; it may read it directly
-        from this process's memory. Ranks that all send first and receive afterwards do not
-        deadlock.
+        Returns once a small message is sent, or once the peer has taken a large one, which it may
+        read directly from this process's memory. Ranks that all send first do not deadlock.
 
         Args:
             data: Any contiguous buffer (``bytes``, ``bytearray``, ``memoryview``, a numpy array),
@@ -211,8 +210,7 @@ class Backend(MessagePosting):
         The buffer must have the size of the message. Its content is undefined until this returns.
 
         Raises:
-            SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
-                unchanged.
+            SizeMismatchError: The sizes differ; message and buffer stay as they were.
             ConfigurationError: The buffer is read-only, has gaps, or holds references, as an array
                 of objects does. The message stays receivable.
         """
@@ -347,7 +345,7 @@ class Backend(MessagePosting):
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The ranks that are neither lost nor have left, as far as this rank knows; includes it."""
+        """The ranks, this one included, that have not failed or left, as far as it knows."""
         return tuple(
             rank
             for rank in range(self.world_size)

@@ -210,7 +210,7 @@ class Timetable:
         self._thread = runtime.Thread(target=self._run, name="rankwire-timetable", daemon=True)
 
     def begin(self, agenda: Iterable[tuple[float, Callable[[], None]]]) -> None:
-        """Start the actions, each at its time, equal times in list order. None may wait."""
+        """Start the actions, each at its time, equal times in list order. No action may wait."""
         self._agenda = sorted(agenda, key=operator.itemgetter(0))
         if self._agenda and not self._has_ended.is_set():
             self._thread.start()

@@ -58,9 +58,9 @@ class MessageHandle(PublicDir):
             None for a send, whose buffers may change from now on.
 
         Raises:
-            DeadlineExceededError: It is not done. After ``timeout`` the handle goes on. After its
+            DeadlineExceededError: It is not done. After ``timeout`` the handle continues. After its
                 own timeout it has failed: an expected message can still be received; for a send,
-                ``may_have_arrived`` says whether it may arrive.
+                ``may_have_arrived`` says whether it will arrive.
             PeerLostError: The peer is lost; for ``ANY_RANK``, all other ranks are.
             ChannelClosedError: The peer has left, or the backend is closed.
         """

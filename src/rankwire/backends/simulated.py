@@ -52,8 +52,7 @@ class SimulatedBackend(Backend):
 
         Args:
             world_size: The number of ranks, at least 1.
-            timeout: Default timeout of operations in seconds; None uses ``RANKWIRE_TIMEOUT``, or
-                else 60.
+            timeout: Default seconds for operations; None uses ``RANKWIRE_TIMEOUT``, or else 60.
             max_message_nbytes: Largest message sent or accepted.
             queue_nbytes: Maximum of unread bytes from one rank to another; above it, the sender
                 waits. A larger message may be sent when there is no other. Calls have their own

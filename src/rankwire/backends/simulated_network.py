@@ -338,7 +338,6 @@ class Network:
             return rank in self._killed or rank in self._left
 
     def _end_if_empty(self) -> bool:
-        """End the timetable if all ranks are gone; return whether they are."""
         with self._lock:
             is_empty = len(self._killed.keys() | self._left) == self.world_size
         if is_empty:

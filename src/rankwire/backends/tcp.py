@@ -41,8 +41,7 @@ class TcpBackend(Backend):
         secret: At least 16 bytes that all ranks share, or the launcher's key for this rank. Not
             needed on loopback, where ranks of one user find each other.
         job: A name; ranks of different jobs refuse each other.
-        timeout: Default timeout of operations in seconds; None uses ``RANKWIRE_TIMEOUT``, or else
-            60.
+        timeout: Default seconds for operations; None uses ``RANKWIRE_TIMEOUT``, or else 60.
         join_timeout: Seconds for the world to form.
         transport: ``"auto"`` uses Unix sockets within a host and TCP between hosts; ``"tcp"`` and
             ``"unix"`` force one.

@@ -98,7 +98,7 @@ _arena = _Arena()
 
 
 def lend(buffers: Sequence[Buffer], nbytes: int) -> tuple[Lent, bytes] | None:
-    """Return a loan, valid until ``revoke``, and its description; None for too many pieces."""
+    """Return a loan that holds the buffers, and its description; None for too many pieces."""
     views = [memoryview(buffer) for buffer in buffers]
     pieces = [(address_of(view), view.nbytes) for view in views if view.nbytes]
     if not 1 <= len(pieces) <= MAX_PIECES:

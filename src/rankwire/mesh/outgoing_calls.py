@@ -171,7 +171,7 @@ class OutgoingCalls:
     # -- cancels -----------------------------------------------------------------------------------
 
     def cancel(self, dst: int, request_id: int, *, expired: bool) -> bool:
-        """Tell a callee that its reply is not wanted; return False if that must be retried."""
+        """Send a cancel to a callee; return False if that must be retried."""
         if dst == self._mesh.rank:
             self._tell(CallCancelled(self._own_rank, request_id, expired))
             return True
