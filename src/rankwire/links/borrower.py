@@ -24,7 +24,7 @@ from rankwire.wire.loans import DECIDING, REFUSED, REVOKED, Loan
 from rankwire.wire.receive import Destination, MessageWithdrawnError, Placed
 
 _NONE = 0
-# A lender decides within microseconds; if it is stopped in between, it is treated as lost.
+# A lender decides within microseconds; if it stops in between, its process has most likely failed.
 _DECISION_PATIENCE = 1.0
 _NAP = 50e-6  # between two looks at its decision
 

@@ -55,8 +55,7 @@ class Inbox(ReadingRole):
         super().__init__(peer, mailbox, clock, connection, fetch=fetch)
         self._attended = deque()
         self._lookout = lookout
-        # The streams on which a thread also sleeps at first. None: for a millisecond, then it reads
-        # them.
+        # The streams on which a thread also sleeps at first; None limits that to a millisecond.
         self._beside: Sequence[ByteStream] | None = () if lookout is None else None
 
     def attach(self, connection: Connection) -> bool:

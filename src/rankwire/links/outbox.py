@@ -2,8 +2,8 @@
 
 A message that the peer does not take at once waits here, in its owner's memory, which must not
 change until the message is sent. Any thread that sends to the same peer or waits for it sends it
-first, or the acceptor does when the stream takes more (``on_rest``). A sender releases the send
-lock from time to time, so that an owner whose deadline has passed can take its memory back.
+first; ``on_rest`` has it sent when the stream takes more. A sender releases the send lock from time
+to time, so that an owner whose deadline has passed can take its memory back.
 """
 
 from __future__ import annotations

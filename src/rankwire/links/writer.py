@@ -188,7 +188,7 @@ class FrameWriter:
     def _wake_reader(self, clock: Clock) -> None:
         try:
             self.send(*BELL, Deadline(_BELL_PATIENCE, clock))
-        except RankwireError as error:  # it has input to read, or reads no more
+        except RankwireError as error:  # the peer has input to read, or reads no more
             _log.debug("rank %d was not woken: %s", self._peer, error)
 
     def flush(self, deadline: Deadline, meanwhile: Meanwhile | None = None) -> None:

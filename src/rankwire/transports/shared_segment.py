@@ -161,7 +161,7 @@ def wake_all(address: int) -> None:
 
 # For ranks that share cores: long enough for the others to run. An all_reduce of 8 B takes 97 us
 # with 100 us of this, 51 with 400, 65 with 1500 (4 ranks on 2 cores; 318, 318, 287 with 8; 981,
-# 751, 632 with 16). After a useless wait, the next one is half as long.
+# 751, 632 with 16).
 _YIELDING = 400e-6
 
 
