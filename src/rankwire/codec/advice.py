@@ -20,7 +20,7 @@ import numpy as np
 from rankwire.codec.arrays import ADVICE_FOR_MASKED, is_masked
 from rankwire.codec.classes import is_namedtuple
 
-# A library with a setting of its own for this replaces the text.
+# ``Codec.how_to_pickle`` replaces this text in errors.
 HOW_TO_PICKLE = "set allow_pickle=True on both ends"
 
 _FUNCTIONS = (

@@ -2,8 +2,8 @@
 
 A description is a msgpack array of dtype, order and shape; the bytes travel beside it, copied only
 if the array has gaps. A received description is checked before numpy sees it, and its dtype comes
-from a closed list without objects. Buffers of addresses are never sent (``holds_references``):
-using one in another process would end it.
+from a closed list without objects. An address crashes another process that uses it, so buffers of
+addresses are never sent (``holds_references``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ DType = np.dtype[Any]
 MAX_NDIM = 32
 # The longest description has 32 extents of 9 bytes and a dtype.
 _MAX_BODY_NBYTES = 512
-# What numpy can address.
 _MAX_NBYTES = 2**63 - 1
 
 # numpy's codes: byte order, kind, item size, unit of time. Without f16 and c32, whose layout
@@ -66,13 +65,13 @@ def is_plain_array(value: object) -> bool:
 
 
 def is_masked(value: object) -> bool:
-    """Return whether a value is an array of ``numpy.ma``, without importing that."""
+    """Return whether a value is an array of ``numpy.ma``, without importing that module."""
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def advice_for_array(value: object) -> str:
-    """Return what to do instead of passing something that is not a plain array."""
+    """Return advice for a value that is not a plain array."""
     if is_masked(value):
         return ADVICE_FOR_MASKED
     return "Pass a numpy array or a torch tensor; numpy.asarray(...) makes one."
@@ -109,7 +108,7 @@ def array_head(body: bytes) -> ArrayHead:
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
-    """Return the array whose bytes are in the payload from ``start`` on, all there, as a view."""
+    """Return a view of the array whose bytes are in the payload from ``start`` on."""
     if head.nbytes and head.dtype.kind in "bU":
         itemsize = head.dtype.itemsize
         check_strided(head.dtype, (head.nbytes // itemsize,), (itemsize,), payload, start)
@@ -173,7 +172,7 @@ def check_strided(
 def scalar_parts(scalar: np.generic) -> list[Any] | None:
     """Return a numpy scalar as a code and a plain value, or None if it cannot be sent.
 
-    Strings travel as text: as elements of an array they would lose trailing zeros.
+    Strings travel as text: an array of one would lose trailing zeros.
     """
     if type(scalar) is np.str_:
         return ["U", scalar[:]]

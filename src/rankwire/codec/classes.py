@@ -39,7 +39,7 @@ class EnumClass:
             self._named = frozenset(member.value for member in cls.__members__.values())
 
     def key_of(self, member: Enum) -> Any:
-        """Return what stands for a member on the wire; ``ValueError`` with advice if none does."""
+        """Return what stands for a member on the wire, or raise ``ValueError`` with advice."""
         if not self._is_flag:
             return member.name
         if not self._carries(member.value):
@@ -64,10 +64,7 @@ class EnumClass:
 
 
 class RecordClass:
-    """A registered dataclass, namedtuple or Struct.
-
-    All its fields travel. Building an instance calls the constructor, so that its checks run.
-    """
+    """A registered dataclass, namedtuple or Struct; the receiver calls its constructor."""
 
     def __init__(self, name: str, cls: type[Any], fields: dict[str, bool]) -> None:
         """Describe a class by its fields, each with whether the constructor takes it."""
@@ -85,7 +82,7 @@ class RecordClass:
             ) from error
 
     def values_of(self, record: Any) -> list[Any]:
-        """Return the values of all fields in order; ``AttributeError`` if one is not set."""
+        """Return the values of all fields in order; raise ``AttributeError`` if one is not set."""
         return [getattr(record, field) for field in self.fields]
 
     def build(self, values: Any) -> Any:
@@ -109,10 +106,9 @@ Carried: TypeAlias = EnumClass | RecordClass | HookedClass
 
 
 class ClassTable:
-    """Registered classes by class, for encoding, and by name, for decoding.
+    """Registered classes by class, to encode, and by name, to decode; ``shared`` is a fallback.
 
     Registering is safe while other threads look up classes: each table changes by one assignment.
-    ``shared`` is a second table to look in.
     """
 
     def __init__(self, shared: ClassTable | None = None) -> None:
@@ -121,7 +117,7 @@ class ClassTable:
         self._shared = shared
 
     def of_class(self, cls: type) -> Carried | None:
-        """Return how instances of a class are sent; None if they are not."""
+        """Return how instances of a class are sent, or None if they cannot be sent."""
         carried = self._by_class.get(cls)
         if carried is None and self._shared is not None:
             carried = self._shared._by_class.get(cls)
@@ -130,7 +126,7 @@ class ClassTable:
         return carried
 
     def registered(self, cls: type) -> Carried | None:
-        """Return what was registered for a class in this table itself."""
+        """Return what was registered for a class in this table, without the fallback."""
         return self._by_class.get(cls)
 
     def of_name(self, name: Any) -> Carried | None:
@@ -266,7 +262,7 @@ def message(
 
 
 def options_of(cls: type) -> dict[str, Any] | None:
-    """Return the keyword arguments by which ``message`` registered a class, if it did."""
+    """Return the keyword arguments with which ``message`` registered a class, if it did."""
     carried = SHARED.registered(cls)
     if carried is None:
         return None

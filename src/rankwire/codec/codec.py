@@ -77,7 +77,7 @@ class Codec(PublicDir):
     without objects; dense torch tensors and parameters on the CPU, sizes, dtypes, devices, layouts
     and memory formats; members and instances of registered enums, dataclasses, namedtuples and
     msgspec Structs, and classes with hooks (:meth:`register`). Values nest up to 32 deep. A
-    subclass counts as another type. ``docs/what-can-i-send.md`` has the limits.
+    subclass counts as another type. ``docs/what-can-i-send.md`` lists the limits.
 
     What changes: a memoryview arrives as bytes; a time zone becomes its UTC offset; an array or
     tensor with gaps arrives without them; a read-only array arrives writable; a tensor arrives
@@ -160,15 +160,15 @@ class Codec(PublicDir):
 
         ``take(value, sending)`` runs on the sending thread each time the value is encoded, which
         may be more often than it is sent. ``sending.undo(callback)`` registers a callback for a
-        message that certainly does not leave: encoding fails, it is too large, or its call or reply
-        is not sent. It does not run for a message that may have left, even if the peer never reads
-        it. An exception of ``take`` refuses the value; ``NotImplemented`` encodes it as without
-        hooks.
+        message that certainly does not leave: encoding fails, the message is too large, or its call
+        or reply is not sent. The callback does not run for a message that may have left, even if
+        the peer never reads it. An exception of ``take`` refuses the value; ``NotImplemented``
+        encodes it as without hooks.
 
-        ``build(state, receiving)`` gets whatever the peer sent: check the type and range of
-        everything in ``state``. For the arguments of a call it runs on the polling thread, so it
-        must be quick and must not call or wait. An exception refuses the message; a
-        ``RankwireError`` keeps its text.
+        ``build(state, receiving)`` gets what the peer sent: check the type and range of everything
+        in ``state``. For the arguments of a call it runs on the polling thread, so it must be quick
+        and must not call or wait. An exception refuses the message; a ``RankwireError`` keeps its
+        text.
 
         Args:
             cls: An enum, dataclass, namedtuple or msgspec Struct; with hooks any class.
@@ -200,7 +200,7 @@ class Codec(PublicDir):
 
         Raises:
             UnsupportedTypeError: A value cannot be sent, or is nested too deeply.
-            MessageTooLargeError: It has 4 GiB without arrays and byte strings.
+            MessageTooLargeError: The value without its arrays and byte strings takes 4 GiB.
         """
         if type(value) in PLAIN or is_flat(value):
             try:
@@ -217,13 +217,10 @@ class Codec(PublicDir):
         levels: int = 1,
         peer: int | None = None,
     ) -> tuple[Buffers, int]:
-        """Encode a list whose items have names, like :meth:`encode`.
+        """Encode a list whose items have names in errors (``paths``), like :meth:`encode`.
 
-        Args:
-            record: The items. The list itself does not count as a level of nesting.
-            paths: The name of each item in errors.
-            levels: 2 if the containers in it do not count either.
-            peer: The receiving rank, for hooks.
+        The list does not count as a level of nesting; with ``levels`` 2, its containers do not
+        either.
         """
         for item in record:
             kind = type(item)
@@ -240,8 +237,7 @@ class Codec(PublicDir):
     def encode_flat(self, record: Sequence[Any]) -> tuple[Buffers, int] | None:
         """Encode a record whose items are plain or flat, as the caller has checked.
 
-        Returns:
-            What ``encode_record`` does; None if that has to walk it (a wide int, a lone surrogate).
+        Return None if it must be walked instead: it holds a wide int or a lone surrogate.
         """
         try:
             head = _pack(record)
@@ -253,7 +249,7 @@ class Codec(PublicDir):
         return _join(head, ())
 
     def undo(self, message: tuple[Sequence[Any], int]) -> None:
-        """Let hooks undo what they did for an encoded message that will not be sent. Idempotent.
+        """Let hooks undo their work for an encoded message that will not be sent. Idempotent.
 
         Args:
             message: What encoding returned, the same list.
@@ -280,7 +276,7 @@ class Codec(PublicDir):
             peer: The sending rank, for hooks.
 
         Raises:
-            InvalidMessageError: No codec with the same classes and options made this.
+            InvalidMessageError: No codec with the same classes and options made this payload.
         """
         data: Any = payload
         try:
@@ -333,7 +329,7 @@ class Codec(PublicDir):
 
 
 def _explained(error: BaseException, path: str, how_to_pickle: str) -> BaseException:
-    """Return the error to raise for what ended a walk that began at ``path``."""
+    """Return the error to raise after an exception in a walk that began at ``path``."""
     if isinstance(error, Refusal):
         path += "".join(reversed(error.trail))
         advice = error.advice.replace(HOW_TO_PICKLE, how_to_pickle)

@@ -1,7 +1,7 @@
-"""Hooks: the user's own way to take instances of a class apart and to build them again.
+"""Hooks: the user's own functions that take instances of a class apart and rebuild them.
 
-What ``take`` did, such as counting references, can be undone if its message does not leave: by the
-codec while it encodes, and by the sender afterwards.
+If a message does not leave, the codec or the sender undoes what ``take`` did for it, such as
+counting references.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ class TakeContext(PublicDir):
         return bool(self._undos)
 
     def undo_all(self) -> None:
-        """Call the callbacks, the last one first. Safe from any thread, and to repeat.
-
-        Raises:
-            ExceptionGroup: Some raised; all were called.
-        """
+        """Call the callbacks, last first; raise their errors as a group. Safe to repeat."""
         errors = []
         while self._undos:
             try:
@@ -88,7 +84,7 @@ class UndoableBuffers(list[Buffer]):
 
 
 def with_undos_of(message: Sequence[Buffer], buffers: list[Buffer]) -> list[Buffer]:
-    """Return buffers that replace those of a message, and can be undone like them."""
+    """Return buffers that replace those of a message and keep its callbacks."""
     return (
         UndoableBuffers(buffers, message.sending) if type(message) is UndoableBuffers else buffers
     )
@@ -104,7 +100,7 @@ class HookedClass:
         self.build_hook = build
 
     def build(self, state: Any, receiving: BuildContext) -> Any:
-        """Build an instance of a received state; an error of the hook refuses the message."""
+        """Build an instance from a received state; an error of the hook refuses the message."""
         try:
             return self.build_hook(state, receiving)
         except (InvalidMessageError, KeyboardInterrupt):

@@ -1,16 +1,15 @@
 """Limits on the memory and time that a small message can cost its receiver.
 
-A msgpack item has at least one byte, but most Python objects have 50 and more: a megabyte of empty
-dicts decodes to 72 megabytes. So the items of a head are counted before it is decoded, if it has
-more bytes than the limit.
+A msgpack item takes at least one byte, but most Python objects take 50 and more: a megabyte of
+empty dicts decodes to 72 megabytes. So the items of a head are counted before it is decoded, if it
+has more bytes than the limit.
 
 Python hashes numbers and tuples without a secret, so a sender can choose n keys of equal hash,
 which take n**2 comparisons in a dict: a quarter of a megabyte stops the interpreter for seconds.
 Keys of different hashes can collide too: a dict or set probes a sequence of slots that follows from
-the hash, so a sender can fill the slots of one sequence and let all other keys walk along it. Keys
-in an extension are checked for both before they are put into a dict or set. msgspec builds native
-maps without a check, so the codec writes only short ones with plain keys; a head that may hold
-others is scanned for them.
+the hash, so a sender can fill one sequence and let all other keys walk along it. The keys of an
+extension are checked for both. msgspec builds native maps without a check, so the codec writes only
+short ones with plain keys, and scans a head that may hold others.
 
 All checks take linear time and raise only ``InvalidMessageError``.
 """
@@ -62,9 +61,9 @@ MIN_SCANNED_NBYTES = 1024
 _FREE_STEPS = 1 << 18
 _STEPS_PER_BYTE = 32
 _BYTES_PER_STEP = 64  # of equal strings
-# To compare an int with a Decimal, Python converts it to decimal digits, which takes time in
-# proportion to the square of its width: 75 us for 1,000 bytes, 340 ms for 65,535. Comparing a
-# Fraction with a Decimal converts two ints, and multiplies one of them by the Decimal.
+# To compare an int with a Decimal, Python converts it to decimal digits in quadratic time: 75 us
+# for 1,000 bytes, 340 ms for 65,535. To compare a Fraction with a Decimal, it converts two ints and
+# multiplies one of them by the Decimal.
 _BITS_OF_ROOT, _STEPS_OF_ROOT = 128, 4
 _DIGITS_OF_ROOT = 16
 # Comparing these with a number of another type takes 2 to 5 us, and two dataclasses 0.1 us.
@@ -147,21 +146,17 @@ class ItemCount:
 class KeyCheck:
     """Limits the time to compare the keys of one message.
 
-    Keys with different hashes are not compared. Of those with the same hash each is compared with
-    each, so there may be few of them; and since keys may hold sets, whose members are compared in
-    turn, the work is bounded over the whole message.
+    Python compares each two keys of the same hash, so few may share one. Keys may hold sets, whose
+    members are compared in turn, so the message has a budget of steps.
 
     The bound: each value has a *weight*, and comparing two values takes at most the mean of their
     weights in steps. A single value weighs what it takes to compare it with the costliest value of
-    any other type. A sequence weighs the sum of its items. A set of n members weighs n / 2 times
-    their sum: only sets of one size are compared, and if all members have one hash, each meets half
-    of the other set on average before it is found. So g keys of one hash, which are g * (g - 1) / 2
-    pairs, take at most (g - 1) / 2 times the sum of their weights. A message has a budget for that.
+    any other type, and a sequence the sum of its items. A set of n members weighs n / 2 times their
+    sum: only sets of one size are compared, and if all members have one hash, each meets half of
+    the other set on average. So g keys of one hash, which are g * (g - 1) / 2 pairs, take at most
+    (g - 1) / 2 times the sum of their weights.
 
-    Args:
-        nbytes: The length of the message's head.
-        parts_of: Returns the fields of a registered record, which compares by them; None for any
-            other value.
+    ``parts_of`` returns the fields by which a registered record compares; None for other values.
     """
 
     __slots__ = ("_left", "_parts_of", "_weights")
@@ -173,10 +168,7 @@ class KeyCheck:
         self._weights: dict[int, tuple[Any, int]] = {}
 
     def check(self, keys: Sequence[Any], *, is_set: bool = False) -> None:
-        """Refuse keys, in the order of insertion, that could take long to put into a dict or set.
-
-        With ``is_set``, the dict of them becomes a set.
-        """
+        """Refuse keys, in insertion order, that take too long to put into a dict and then a set."""
         kinds = set(map(type, keys))
         is_quick = kinds <= _QUICK
         if kinds <= _HASHED_SAFELY or (is_quick and len(keys) <= _MAX_EQUAL_HASHES):
@@ -237,7 +229,7 @@ def _int_weight(value: int) -> int:
 
 
 def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
-    """Return the keys that share their hash with others, together with these."""
+    """Return the groups of keys that share a hash."""
     hashes = list(map(hash, keys))
     if len(set(hashes)) == len(keys):
         return ()
@@ -248,7 +240,7 @@ def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
 
 
 def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
-    """Return what ``_groups`` does, without a table of hashes; check the future table."""
+    """Group the keys like ``_groups``, without a table of hashes; check the future table."""
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
     order = np.argsort(hashes, kind="stable")
     is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
@@ -262,11 +254,11 @@ def _groups_of_many(keys: Sequence[Any], is_set: bool) -> Iterable[list[Any]]:
 def check_table(hashes: npt.NDArray[np.int64], *, is_set: bool) -> None:
     """Refuse keys that take too many probes to find their slots.
 
-    The hashes are in the order of insertion, each once. With ``is_set``, the dict becomes a set.
-    The count is exact for CPython's tables. Inserting keys one by one, each into the first free
-    slot of its sequence, has the same result as if every slot kept the earliest key that probes it
-    and sent later ones on (deferred acceptance, Gale and Shapley), in any order of probing. So
-    numpy does it for all keys at once, in linear time. For other tables it is an estimate.
+    ``hashes`` has each hash once, in insertion order. With ``is_set``, the dict becomes a set. The
+    count is exact for CPython's tables, and an estimate for others. Inserting keys one by one, each
+    into the first free slot of its sequence, has the same result as if every slot kept the earliest
+    key that probes it and sent later ones on (deferred acceptance, Gale and Shapley), in any order
+    of probing. So numpy does it for all keys at once, in linear time.
     """
     sequence = hashes.view(np.uint64)
     # A dict doubles its table when two thirds are taken, and inserts all keys again.
@@ -311,7 +303,7 @@ class _Table:
         self._offset: _Keys = np.zeros(len(hashes), np.int32)
 
     def ask(self, asking: _Keys) -> _Keys:
-        """Let keys probe their slots; return those that are sent on, ready for their next slot."""
+        """Let keys probe their slots; return the displaced keys, moved to their next slots."""
         slots = self._base[asking]
         if self._neighbours:
             slots += self._offset[asking]
@@ -343,7 +335,7 @@ def may_hold_wide_maps(payload: bytearray, end: int) -> bool:
 def refuse_wide_maps(body: memoryview) -> None:
     """Refuse msgpack that holds a map of more than 15 entries, unless it is too short to matter.
 
-    The bodies of extensions are skipped. Those that are msgpack need a call of their own.
+    The bodies of extensions are skipped; call this for each body that is msgpack.
     """
     if len(body) <= MIN_SCANNED_NBYTES:
         return

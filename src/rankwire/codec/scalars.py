@@ -20,7 +20,7 @@ from uuid import UUID
 _MAX_INT_NBYTES = 65_536
 # A fraction is reduced when it is made: at this width that takes a millisecond.
 _MAX_FRACTION_NBYTES = 1024
-# Converted to an int, a decimal has as many digits as its exponent says.
+# A decimal that is converted to an int has as many digits as its exponent says.
 _MAX_DECIMAL_DIGITS = 4096
 _MAX_DECIMAL_EXPONENT = 99_999
 

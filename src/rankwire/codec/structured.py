@@ -1,9 +1,9 @@
 """Structured dtypes: arrays whose elements have named fields.
 
 The wire describes one as ``[itemsize, is_aligned, [name, offset, dtype, *shape], ...]``, where the
-dtype of a field is a code of ``arrays`` or such a list again; the fields are in the order of their
-offsets and do not overlap. So numpy parses nothing, and no field can be an address. The gaps
-between fields are sent as zeros.
+dtype of a field is a code of ``arrays`` or such a list again. The fields are in the order of their
+offsets and do not overlap. numpy parses nothing, and no field can be an address. The gaps between
+fields are sent as zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rankwire.codec import arrays
 from rankwire.codec.arrays import Array, ArrayHead, DType
 from rankwire.errors import InvalidMessageError
 
-# More than programs need. A description may have a few kilobytes.
+# More than programs need.
 _MAX_DEPTH = 4
 _MAX_FIELDS = 256
 _MAX_BODY_NBYTES = 16_384
@@ -57,7 +57,7 @@ def array_head(body: memoryview) -> ArrayHead:
 
 
 def advice_for(array: Array) -> str:
-    """Return what to do with an array that neither this module nor ``arrays`` can describe."""
+    """Return advice for an array that neither this module nor ``arrays`` can describe."""
     if array.ndim > arrays.MAX_NDIM:
         return f"It has {array.ndim} dimensions, more than numpy 1.26 has: reshape it."
     if array.dtype.hasobject:
@@ -152,7 +152,7 @@ def _copy_fields(source: Array, target: Array) -> None:
 
 
 def view_array(head: ArrayHead, payload: bytearray, start: int) -> Array:
-    """Return the array whose bytes are in the payload from ``start`` on, all there, as a view."""
+    """Return a view of the array whose bytes are in the payload from ``start`` on."""
     array = arrays.view_array(head, payload, start)
     _check_fields(array.dtype, array.shape, array.strides, payload, start)
     return array

@@ -1,8 +1,7 @@
 """torch tensors, parameters and constants as a short description and their bytes, like ``arrays``.
 
-A description is a msgpack array of torch's name for the dtype, from a closed list, and the shape;
-a parameter's begins with whether it requires a gradient. Sending never imports torch; receiving
-does.
+A description is a msgpack array of torch's name for the dtype, from a closed list, and the shape.
+A parameter's begins with ``requires_grad``. Sending never imports torch; receiving does.
 
 Arrays on a tensor's memory are never made by ``tensor.numpy()``: after that torch refuses to resize
 the storage, and programs that free their parameters between two uses fail.
@@ -30,8 +29,8 @@ from rankwire.codec.arrays import (
 )
 from rankwire.errors import InvalidMessageError, UnsupportedTypeError
 
-# torch's names with the little-endian numpy type that has the same bytes. numpy has no bfloat16 and
-# no float8.
+# torch's names with the little-endian numpy type of the same bytes; numpy has no bfloat16 and no
+# float8.
 _SAME_NAMES = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -52,12 +51,12 @@ def is_tensor(value: object) -> bool:
 
 
 def is_parameter(tensor: Any) -> bool:
-    """Return whether a tensor is an ``nn.Parameter`` and not of a subclass."""
+    """Return whether a tensor is an ``nn.Parameter``, not a subclass."""
     return type(tensor) is sys.modules["torch"].nn.Parameter
 
 
 def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
-    """Return what to do with a tensor that cannot be sent as it is, or None if it can.
+    """Return advice for a tensor that cannot be sent as it is, or None if it can.
 
     With ``any_dtype``, elements of any dtype are sent as bytes.
     """
@@ -76,10 +75,9 @@ def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
 
 
 def tensor_body(tensor: Any, *first: bool) -> tuple[bytes, memoryview]:
-    """Return the description of a tensor, and its bytes: its own memory, or a copy.
+    """Return the description of a tensor, after ``first``, and its memory or a copy.
 
-    The description begins with ``first``: for a parameter, whether it requires a gradient. Raise
-    ``UnsupportedTypeError`` if its memory has been freed.
+    Raise ``UnsupportedTypeError`` if its memory has been freed.
     """
     carrier, name, _ = carrier_of(tensor.dtype)
     elements = bytes_of(tensor) if _IS_LITTLE_ENDIAN else None
@@ -100,7 +98,7 @@ def tensor_head(body: bytes) -> tuple[str, ArrayHead]:
 
 
 def view_tensor(name: str, array: Array) -> Any:
-    """Return a tensor on an array's memory."""
+    """Return a tensor that shares an array's memory."""
     torch = _torch()
     dtype = getattr(torch, name, None)
     if dtype is None:
@@ -132,7 +130,7 @@ def parameter_head(body: memoryview) -> tuple[bool, str, ArrayHead]:
 
 
 def view_parameter(requires_grad: bool, name: str, array: Array) -> Any:
-    """Return an ``nn.Parameter`` on an array's memory; raises as :func:`view_tensor`."""
+    """Return an ``nn.Parameter`` that shares an array's memory; raise like :func:`view_tensor`."""
     tensor = view_tensor(name, array)
     return _torch().nn.Parameter(tensor, requires_grad=requires_grad)
 
@@ -246,7 +244,7 @@ def bytes_of(tensor: Any) -> memoryview | None:
 
 
 class _HeldMemory:
-    """Holds the storage for arrays on it: the tensor may get another one while a message leaves."""
+    """Keeps the storage of arrays alive: the tensor may get another one while a message leaves."""
 
     __slots__ = ("__array_interface__", "storage")
 

@@ -1,7 +1,7 @@
-"""The reader: decodes extensions to the values that a ``Writer`` made them of (``values``).
+"""The reader: decodes extensions to the values that a ``Writer`` encoded (``values``).
 
-It raises ``InvalidMessageError``, or what msgspec, numpy or Python raise on malformed input; the
-codec translates that.
+It raises ``InvalidMessageError``, or what msgspec, numpy or Python raise on malformed input, which
+the codec translates.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Keyed = TypeVar("Keyed", set[Any], dict[Any, Any])
 
 
 class Reader:
-    """Decodes the extensions of one payload, and takes the buffers beside its head in their order.
+    """Decodes the extensions of one payload, and takes the buffers beside its head in order.
 
     Native lists and maps nest up to the interpreter's recursion limit: counting them would take
     longer than decoding them.
 
-    ``position`` is where the head ends; after reading it must be the end of the payload. Without
-    ``pickle`` (the module), pickles are refused.
+    ``position`` is the end of the head; after reading it must be the end of the payload. If
+    ``pickle`` (the module) is None, pickles are refused.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Reader:
         self._keys: limits.KeyCheck | None = None
         self._head_nbytes = position
         self.receiving = BuildContext(peer)
-        # Bodies that are being decoded, outermost first, and were not checked for odd keys.
+        # Bodies in decoding, outermost first, that were not checked for extensions as keys.
         self._open: list[memoryview] = []
         self.position = position
 
@@ -111,7 +111,7 @@ class Reader:
             limits.refuse_extensions_as_keys(self._open.pop())
 
     def check_keys(self, keys: list[Any], *, is_set: bool = False) -> None:
-        """Refuse keys that were chosen to take long in a dict or set."""
+        """Refuse keys that take too long to put into a dict or set."""
         if self._head_nbytes <= limits.MIN_SCANNED_NBYTES:
             return
         if self._keys is None:

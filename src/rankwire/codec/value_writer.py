@@ -46,8 +46,8 @@ class Refusal(Exception):
 class Writer:
     """Lowers the values of one payload, and collects the buffers that travel beside its head.
 
-    Without ``pickle`` (the module), unsupported values are refused. ``plain`` is ``PLAIN`` or
-    ``ALWAYS_PLAIN``. ``sending`` is the context of the hooks; None if there were none.
+    If ``pickle`` (the module) is None, unsupported values are refused. ``plain`` is ``PLAIN`` or
+    ``ALWAYS_PLAIN``. ``sending`` is the context of the hooks; None if no hook ran.
     """
 
     def __init__(
@@ -66,11 +66,7 @@ class Writer:
         self.sending: TakeContext | None = None
 
     def lower(self, value: Any) -> Any:
-        """Return the value itself if it is plain, or what stands for it in the head.
-
-        Raises:
-            Refusal: It, or a value in it, cannot be sent.
-        """
+        """Return a plain value itself, or what stands for it in the head; raise ``Refusal``."""
         kind = type(value)
         if kind in self.plain:
             return value
@@ -273,7 +269,7 @@ def _record(writer: Writer, carried: RecordClass, value: Any) -> Any:
 
 
 def _hooked(writer: Writer, carried: HookedClass, value: Any) -> Any:
-    """Return what a hook makes of a value; ``NotImplemented`` if it leaves it to the codec."""
+    """Return the extension for a hook's state, or ``NotImplemented`` if the codec must encode."""
     if writer.sending is None:
         writer.sending = TakeContext(writer.peer)
     try:
@@ -335,8 +331,7 @@ _CONTAINERS = frozenset((list, dict))
 def _packed_floats(values: Collection[Any]) -> msgspec.Raw | None:
     """Return the encoding of many values if all of them are floats.
 
-    msgspec encodes only floats as floats. So it is enough to check that each encoded item has nine
-    bytes and begins with 0xcb.
+    msgspec encodes only floats in nine bytes that begin with 0xcb, so checking these is enough.
     """
     if type(next(iter(values))) is not float:
         return None

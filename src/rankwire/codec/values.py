@@ -1,8 +1,8 @@
 """What writer and reader share: the numbers of the wire format, plain values, and collections.
 
-msgspec would encode tuples, dates, enums and more as the nearest msgpack type, so they would arrive
-as another type. So a ``Writer`` walks a value first. It passes *plain* values on to msgspec, which
-carries them exactly and at C speed, and *lowers* the others to msgpack extensions, which a
+msgspec would encode tuples, dates, enums and more as the nearest msgpack type, and they would
+arrive as that type. So a ``Writer`` walks a value first. It passes *plain* values on to msgspec,
+which carries them exactly and at C speed, and *lowers* the others to msgpack extensions, which a
 ``Reader`` *lifts* again. The body of a tuple, set, dict or record is msgpack too. The reader takes
 the buffers beside the head in the order in which the writer put them there.
 """
@@ -29,7 +29,7 @@ MAX_DEPTH = 32
 MIN_LONG_LIST = 4096
 
 # msgspec carries these exactly, or refuses them: a wide int, a string with a lone surrogate. Then
-# the walk is repeated with the types that it never refuses.
+# the codec walks again with ``ALWAYS_PLAIN``, which msgspec never refuses.
 PLAIN: frozenset[type] = frozenset({type(None), bool, int, float, str})
 ALWAYS_PLAIN = PLAIN - {int, str}
 
@@ -121,8 +121,8 @@ def _refuse_attributes(value: Any, carried: set[str]) -> None:
         raise ValueError(f"It has attributes of its own ({names}): send them beside it.")
 
 
-# The dicts of ``collections``: the code, what they have beside their items (``ValueError`` with
-# advice if that cannot be sent), and how to build one.
+# The dicts of ``collections``: the code, a function that returns what they hold beside their items
+# (``ValueError`` with advice if that cannot be sent), and a function that builds one.
 KEYED: dict[type, tuple[int, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
     OrderedDict: (Code.ORDERED_DICT, _metadata_of, _build_ordered_dict),
     defaultdict: (Code.DEFAULT_DICT, _factory_of, _build_default_dict),
