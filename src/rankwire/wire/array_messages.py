@@ -33,7 +33,7 @@ HEAD_NBYTES = 512  # the longest description, with 32 extents of 9 bytes, has 30
 
 
 class ArrayMessage(NamedTuple):
-    """What an array message holds."""
+    """The parsed head of an array message."""
 
     head: ArrayHead
     tensor_dtype: str  # torch's name for it; empty for an array
@@ -57,8 +57,8 @@ class ArrayMessage(NamedTuple):
 def pack_array(value: Any) -> tuple[list[Buffer], int]:
     """Return the buffers of the message that carries an array, and their total size.
 
-    The elements are the caller's memory, or a copy if the array has gaps. Raises
-    ``UnsupportedTypeError`` if it is not an array or tensor that can be sent.
+    The elements are the caller's memory, or a copy if the array has gaps. Raise
+    ``UnsupportedTypeError`` for anything else than an array or tensor that can be sent.
     """
     if is_plain_array(value):
         kind, body = _ARRAY, array_body(value)

@@ -21,7 +21,7 @@ CONTROL = (WORLD_GROUP, int(Channel.CONTROL), 0)  # the envelope of all control 
 MAX_MEMBER_NBYTES = 256 << 10
 # A ``Member`` has 150 bytes mostly, 600 with the longest names.
 _NBYTES_PER_MEMBER = 1024
-MAX_SILENT = 4096  # a longer list of ranks that missed a beat tells the reader nothing more
+MAX_SILENT = 4096  # a longer list of ranks that missed a beat helps no reader
 MAX_ANSWER_NBYTES = 64 << 10  # a new connection between hosts takes 80 kB at once
 MAX_WAITED_FOR = 64  # of the ranks that a rank was waiting for, one is enough to find the cause
 _MOST_CALLS = 4096  # of which one question may ask
@@ -57,7 +57,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """Seconds of silence until members are told that a rank is suspected, and until it is lost."""
+    """Seconds of silence after which a rank is suspected, and after which it is lost."""
 
     suspect_after: float
     fail_after: float
@@ -75,13 +75,13 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 DEFAULT_PATIENCE = Patience(5.0, 30.0)
-# With a lower limit, ranks that live would count as lost, and one rank could end the world by it.
+# A lower limit would lose ranks that are alive, and one rank could end the world by it.
 SHORTEST_FAIL_AFTER = 0.1
 _SHORTEST_BEAT = 0.01
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Member to coordinator: I am here, and this is my patience."""
+    """Member to coordinator: where this rank is, and its patience."""
 
     member: Member
     patience: Patience = DEFAULT_PATIENCE
@@ -94,9 +94,9 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
 
 
 class World(msgspec.Struct, frozen=True, tag="world"):
-    """Coordinator to members: everyone has joined."""
+    """Coordinator to members: all ranks have joined."""
 
-    epoch: int  # which incarnation of the job this is; connections of others are refused
+    epoch: int  # the incarnation of the job; connections of other incarnations are refused
     members: list[Member]
     patience: Patience = DEFAULT_PATIENCE  # the shortest of all members
     coordinator: int = 0  # its rank, or -1 for the launcher
@@ -113,7 +113,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Heartbeat, either way; the coordinator's lists ranks that missed one, and their seconds."""
+    """Heartbeat, either way; the coordinator lists the ranks that missed one, with seconds."""
 
     silent: list[tuple[int, float]] = []
 
@@ -126,7 +126,7 @@ class Suspected(msgspec.Struct, frozen=True, tag="suspected"):
 
 
 class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
-    """Member to coordinator: I leave because of an error."""
+    """Member to coordinator: this rank leaves because of an error."""
 
     reason: str  # the error, in one line
     traceback: str
@@ -136,7 +136,7 @@ class Fallen(msgspec.Struct, frozen=True, tag="fallen"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Coordinator to members: a rank has died, or has left without an error."""
+    """Coordinator to members: a rank was lost, or has left without an error."""
 
     rank: int
     reason: str  # how this was noticed, or what the rank reported
@@ -157,7 +157,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Known(msgspec.Struct, frozen=True, tag="known"):
-    """Member to coordinator: I know of the restarted rank."""
+    """Member to coordinator: this rank knows of the restarted rank."""
 
     rank: int
     incarnation: int
@@ -172,33 +172,27 @@ class Key(NamedTuple):
 
 
 class Question(msgspec.Struct, frozen=True, tag="question", omit_defaults=True):
-    """What are you doing? To the coordinator, which passes it on, or to the asked rank itself.
+    """Asks a rank what it is doing, directly or through the coordinator.
 
-    Attributes:
-        number: Chosen by the asker; the answer repeats it.
-        rank: The rank that is asked.
-        asker: The rank that asks, filled in by the receiver; -1 for the launcher's summary.
-        service: The agent that serves ``calls``.
-        calls: The calls to describe; if empty, the calls in service are listed.
-        wants_stacks: Whether whole stacks are wanted too.
+    ``calls`` are the calls to describe; if empty, the calls in service are listed.
     """
 
-    number: Annotated[int, msgspec.Meta(ge=0)]
-    rank: int
-    asker: int = -1
-    service: Annotated[int, msgspec.Meta(ge=0)] = 0
+    number: Annotated[int, msgspec.Meta(ge=0)]  # chosen by the asker; the answer repeats it
+    rank: int  # the rank that is asked
+    asker: int = -1  # the rank that asks, set by the receiver; -1 for the launcher's summary
+    service: Annotated[int, msgspec.Meta(ge=0)] = 0  # the agent that serves ``calls``
     calls: tuple[Key, ...] = ()
-    wants_stacks: bool = False
+    wants_stacks: bool = False  # whether the answer includes whole stacks
 
 
 class ActiveCall(msgspec.Struct, frozen=True, array_like=True):
-    """What the callee says of a call in service; of one that is only listed, the first five."""
+    """The callee's report of a call in service; a call that is only listed has five fields."""
 
     key: Key
     name: str
     age: float  # seconds since it arrived
     ran: float = 0.0  # seconds since its function began; its age if no worker runs it
-    workers: int = 0  # if it waits for a worker, of how many one has to be free first
+    workers: int = 0  # the number of workers, if the call waits until one is free
     depth: int = 0
     doing: str = ""  # in words that follow the name
     needs: tuple[Key, ...] = ()  # one of these has to end before it continues; empty if it runs
@@ -208,69 +202,56 @@ class ActiveCall(msgspec.Struct, frozen=True, array_like=True):
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
     """What a rank is doing.
 
-    Attributes:
-        number: As in the question, like ``asker``.
-        places: Where its threads are in the user's program, one line each.
-        stacks: Their stacks, if they were wanted.
-        waits_for: The ranks that it expects messages or replies from.
-        blocked_on: Those of them that a thread is waiting for.
-        calls: The calls that the question names, and those here that they need; or else the calls
-            in service, of those that wait for a worker only the oldest of each agent.
-        queued: How many calls wait for a worker.
-        needs: What each of ``calls`` needs that waits for a worker: once, for it may be long.
+    ``calls`` are those of the question and those here that they need. If the question names none,
+    they are all calls in service, but of those that wait for a worker only each agent's oldest.
+    Each call that waits for a worker needs ``needs``, which is sent once, as it may be long.
     """
 
-    number: int = 0
+    number: int = 0  # as in the question, like ``asker``
     asker: int = -1
-    places: tuple[str, ...] = ()
-    stacks: str = ""
-    waits_for: list[int] = []
-    blocked_on: list[int] = []
+    places: tuple[str, ...] = ()  # where its threads are in the user's program, one line each
+    stacks: str = ""  # of its threads, if the question wants them
+    waits_for: list[int] = []  # the ranks that it expects messages or replies from
+    blocked_on: list[int] = []  # those of them that a thread is waiting for
     calls: tuple[ActiveCall, ...] = ()
-    queued: int = 0
+    queued: int = 0  # how many calls wait for a worker
     needs: tuple[Key, ...] = ()
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
-    """A report about a collective: of a rank, or a notice of the coordinator about such reports.
+    """A report of a rank about a collective, or the coordinator's notice about such reports.
 
-    A rank that waits or fails in an operation reports it. The coordinator compares the reports
+    A rank reports an operation in which it waits or fails; the coordinator compares the reports
     (``rendezvous.roll``). Ranks are numbered as in the group, except ``src`` and ``members``, which
-    are world ranks.
+    are world ranks. Ranks with different epochs ignore each other's messages.
 
     Attributes:
-        group: The id of the group; ``sequence`` is the number of the operation in it.
         state: From a rank: it is *waiting*, or waiting and *asking* which ranks are missing. From
             the coordinator: which ranks are *missing*, or how another rank describes the operation
             (*waiting*). From both: how the operation failed; *refused* if the arguments were wrong,
             and then ``description`` is only the name of the function.
-        text: What went wrong, and ``culprit`` is the rank that caused it.
-        epoch: The number after the last operation that failed for the sender. Ranks with different
-            epochs ignore each other's messages.
-        where: The line of the program that called the operation, if known.
         before: Number and description of the last operations that succeeded for the sender.
         descriptions: The descriptions of the operation, if ranks disagree.
         members: The ranks of the group; empty for the whole world.
-        src: The rank that reported it, filled in by the coordinator.
     """
 
-    group: Annotated[int, msgspec.Meta(ge=0)]
-    sequence: Annotated[int, _NUMBER]
+    group: Annotated[int, msgspec.Meta(ge=0)]  # its id
+    sequence: Annotated[int, _NUMBER]  # the number of the operation in the group
     description: str
     state: Literal[
         "waiting", "asking", "missing", "mismatch", "lost", "left", "failed", "refused"
     ] = "waiting"
-    text: str = ""
-    culprit: int = -1
-    epoch: Annotated[int, _NUMBER] = 0
+    text: str = ""  # what went wrong
+    culprit: int = -1  # the rank that caused it
+    epoch: Annotated[int, _NUMBER] = 0  # the number after the sender's last failed operation
     missing: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MOST_MEMBERS)] = ()
-    where: str = ""
+    where: str = ""  # the line of the program that called the operation, if known
     before: Annotated[
         tuple[tuple[Annotated[int, _NUMBER], str], ...], msgspec.Meta(max_length=MOST_BEFORE)
     ] = ()
     descriptions: Annotated[tuple[str, ...], msgspec.Meta(max_length=_MOST_DESCRIPTIONS)] = ()
     members: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MOST_MEMBERS)] = ()
-    src: int = -1
+    src: int = -1  # the rank that reported it, set by the coordinator
 
     @property
     def is_failure(self) -> bool:
@@ -282,23 +263,23 @@ class AgentState(IntEnum):
     """The state of a rank's agent of one name."""
 
     OPEN = 0
-    SERVING = 1  # nothing but serving: it calls no other rank
-    LEAVING = 2  # it is done, and serves until the others are done too
+    SERVING = 1  # it only serves, and calls no other rank
+    LEAVING = 2  # it is done, and serves until the other agents are done too
     CLOSED = 3
 
 
 class AgentSays(msgspec.Struct, frozen=True, tag="agent"):
-    """Member to coordinator: one of my agents has entered this state."""
+    """Member to coordinator: an agent of this rank has entered this state."""
 
     service: int  # the number that agents of one name share
     number: int  # of this message, unique in its process
     state: AgentState
     owner: int = 0  # identifies the thread that uses the agent, across all processes
-    stopped: list[int] = []  # the ranks that this agent has told to stop serving, if it leaves
+    stopped: list[int] = []  # the ranks that this agent has stopped, if it leaves
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
-    """Coordinator to a member: the answer to the message of an agent with this number.
+    """Coordinator to member: the answer to the agent's message of this number.
 
     After ``OPEN``, all later messages find the agent open. After ``LEAVING``, no other agent of its
     name is open any more.
@@ -330,7 +311,7 @@ Message = (
     | AgentAnswer
 )
 
-Report = Notice | AgentSays | Question  # what the coordinator takes of its own rank too
+Report = Notice | AgentSays | Question  # what the coordinator accepts from its own rank too
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -385,7 +366,7 @@ def _sanitize_call(call: ActiveCall) -> ActiveCall:
 
 
 def sanitize_notice(notice: Notice) -> Notice:
-    """Return a notice with short, printable texts, whatever the peer wrote."""
+    """Return a notice with short, printable texts."""
     return replace(
         notice,
         description=_described(notice.description),

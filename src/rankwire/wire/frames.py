@@ -30,12 +30,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 class UnreadPayload(Protocol):
-    """A received payload that is not in memory of the receiver's own yet. Safe from any thread.
+    """A received payload that is not in the receiver's own memory yet. Safe from any thread.
 
-    The receiver reads all of it or parts, and then releases it.
+    The receiver reads all or parts of it, and then releases it.
     """
 
-    # Gives the ranks in an error the numbers of a group; set by the receiver.
+    # Translates the ranks in an error to the numbers of a group; set by the receiver.
     translate: Callable[[RankwireError], None] | None
 
     def __len__(self) -> int:
@@ -44,16 +44,16 @@ class UnreadPayload(Protocol):
     def read_into(self, start: int, view: memoryview) -> None:
         """Copy the bytes from ``start`` on into ``view``, filling it.
 
-        Raises ``MessageWithdrawnError`` if the sender withdrew it; ``view`` is undefined then.
+        Raise ``MessageWithdrawnError`` if the sender withdrew it; ``view`` is undefined then.
         """
 
     def whole(self) -> bytearray:
-        """Return all bytes in memory of the caller's own, and release it; raises likewise."""
+        """Return all bytes in memory of the caller's own, and release it; raise likewise."""
 
     def release(self) -> None:
         """Tell the sender that its memory is no longer in use. Idempotent.
 
-        Raises ``MessageWithdrawnError`` if the sender had withdrawn it before.
+        Raise ``MessageWithdrawnError`` if the sender had withdrawn the message before.
         """
 
 
@@ -79,10 +79,10 @@ HEADER_NBYTES = HEADER.size
 SEAL_NBYTES = 16
 SEQUENCE_MASK = 0xFFFF_FFFF
 
-# What one recv() takes at most. A payload that does not fit is received into memory of its own.
+# The most that one recv() takes. A payload that does not fit gets memory of its own.
 DEFAULT_BUFFER_NBYTES = 1 << 16
 
-# A sealed frame above this has a seal for its header too: the receiver allocates memory first.
+# A larger sealed frame has a seal for its header too, since the receiver allocates memory first.
 LARGE_SEALED_NBYTES = DEFAULT_BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
 
 
@@ -159,7 +159,7 @@ def broken_seal() -> ProtocolError:
 
 
 def skip_bytes(pieces: Sequence[Buffer], count: int) -> list[Buffer]:
-    """Return what is left to send after ``count`` bytes of the pieces have left."""
+    """Return what is left to send after the first ``count`` bytes of the pieces."""
     for index, piece in enumerate(pieces):
         size = memoryview(piece).nbytes
         if count < size:

@@ -1,19 +1,19 @@
-"""The handshake: four messages of fixed size by which both ends prove that they have the same key.
+"""The handshake: four messages of fixed size in which both ends prove that they have the same key.
 
 ::
 
-    I -> R  HELLO      128 bytes  who dials, for what purpose, into which job; a nonce
+    I -> R  HELLO      128 bytes  the dialling rank, its purpose, its job; a nonce
     R -> I  CHALLENGE   64 bytes  a nonce; nothing that depends on the secret
     I -> R  PROOF       32 bytes  HMAC-SHA256(key, "I" | transcript)
     R -> I  VERDICT     40 bytes  status | HMAC-SHA256(key, "R" | transcript | status)
 
 The transcript is HELLO, CHALLENGE, and inside TLS the SHA-256 of the listener's certificate, which
-excludes a man in the middle with another certificate. The letters stop a reflected proof. All
-fields of HELLO are under the MAC, so none can be changed or moved to another connection. Before the
-proof is verified, the listener reads nothing of variable size and gives no reason. It answers a
-wrong proof by a VERDICT without a MAC, which would let the peer try secrets offline; a connection
-that ends without any VERDICT was dropped, and may be tried again. HELLO says how frames will be
-protected; the listener accepts that or refuses. ``wire.keys`` says which key it is.
+excludes a man in the middle with another certificate. The letters stop a reflected proof. The MAC
+covers all fields of HELLO, so none can be changed or moved to another connection. Before the proof
+is verified, the listener reads nothing of variable size and gives no reason. It answers a wrong
+proof with a VERDICT without a MAC, because a MAC would let the peer try secrets offline. A peer may
+retry a connection that ends without any VERDICT. HELLO says how frames will be protected; the
+listener accepts that or refuses. ``wire.keys`` says which key it is.
 """
 
 from __future__ import annotations
@@ -87,25 +87,25 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who dials, and for what purpose."""
+    """The dialling rank and the purpose of the connection."""
 
     purpose: Purpose
     job: bytes  # of ``job_id``
-    epoch: int  # which incarnation of the world; 0 when joining
+    epoch: int  # the incarnation of the world; 0 when joining
     world_size: int  # as the dialling rank was configured
-    rank: int  # the one that dials
-    peer: int  # the one that is dialled, or ``LAUNCHER``
-    service: int = 0  # for calls: which agent
+    rank: int  # the dialling rank
+    peer: int  # the listening rank, or ``LAUNCHER``
+    service: int = 0  # for calls: the agent's number
     protection: Protection = Protection.NONE
 
     @property
     def dialler(self) -> int:
-        """The rank that dials, or ``LAUNCHER``."""
+        """The dialling rank, or ``LAUNCHER``."""
         return LAUNCHER if self.purpose is Purpose.LAUNCH else self.rank
 
     @property
     def listener(self) -> int:
-        """The rank that is dialled, or ``LAUNCHER``."""
+        """The listening rank, or ``LAUNCHER``."""
         return LAUNCHER if self.purpose is Purpose.LAUNCH else self.peer
 
     def pack(self, nonce: bytes) -> bytes:
@@ -115,7 +115,7 @@ class Hello:
 
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
-        """Parse a HELLO, or raise ``ProtocolError`` (``VersionMismatchError``)."""
+        """Parse a HELLO; raise ``ProtocolError`` or ``VersionMismatchError``."""
         magic, version, purpose, *others, _, protection = _HELLO.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError("the connection did not begin with a rankwire greeting")
@@ -224,9 +224,9 @@ class Initiator:
         return hmac.digest(self._key, b"I" + self._transcript, sha256)
 
     def finish(self, verdict: bytes) -> None:
-        """Consume VERDICT; return if the listener accepts this end, else raise ``refusal``.
+        """Consume VERDICT; raise ``refusal`` unless the listener accepts this end.
 
-        Raises ``AuthenticationError`` if the listener does not have the key, or says so of us.
+        Raise ``AuthenticationError`` if either end does not have the key.
         """
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
@@ -251,7 +251,7 @@ class Initiator:
 class Responder:
     """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
 
-    The key may be a function that returns it for a HELLO.
+    ``key`` may be a function that returns the key for a HELLO.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Responder:
     def challenge(self, greeting: bytes) -> bytes:
         """Consume HELLO, return CHALLENGE; raise ``ProtocolError`` if it is not a HELLO.
 
-        One of another version is answered too, so that the other end learns both versions.
+        A HELLO of another version is answered too, so that the other end learns both versions.
         """
         try:
             self.hello = Hello.unpack(greeting)

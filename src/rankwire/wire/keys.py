@@ -1,4 +1,4 @@
-"""The keys of a job. A rank that knows its own key cannot act as another rank.
+"""The keys of a job. A rank that knows only its own key cannot act as another rank.
 
 ::
 
@@ -7,9 +7,9 @@
     world key           the coordinator's, random for each world
     key of ranks a, b   from the world key; only a and b get it; opens connections between them
 
-The number of a restarted rank's *incarnation* is part of its key and of its pair keys, so the keys
-of the old process open nothing. The keys of pairs travel wrapped: encrypted by a stream derived
-from the rank's key and a fresh salt. The seals of the connection detect changes.
+The key of a rank and its pair keys depend on its *incarnation* number, so the keys of a process
+that was replaced open nothing. The keys of pairs travel wrapped: encrypted by a stream derived from
+the rank's key and a fresh salt. The seals of the connection detect changes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pair_key(world_key: bytes, rank: int, other: int, incarnations: Sequence[int
 
 
 def wrap(key: bytes, keys: bytes, salt: bytes) -> bytes:
-    """Encrypt pair keys for the rank that has ``key``; ``salt`` is random and used only once."""
+    """Encrypt pair keys for the rank that has ``key``; ``salt`` is random and never reused."""
     return salt + _masked(key, keys, salt)
 
 

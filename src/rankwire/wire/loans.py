@@ -18,7 +18,7 @@ the receipt and the lender continues. Otherwise the loan was revoked and the mes
 
 If the lender gives up while the borrower writes its receipt, both must agree. The lender marks the
 guard ``DECIDING``, looks for the receipt, and then writes the number again (sent) or ``REVOKED``.
-The borrower reads the guard again after its receipt, and waits while the lender is deciding. A
+After its receipt, the borrower reads the guard again and waits while the lender is deciding. A
 borrower that cannot read the memory writes a ``REFUSED`` receipt; the payload then follows in the
 stream.
 """

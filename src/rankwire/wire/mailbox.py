@@ -1,10 +1,10 @@
-"""The mailbox: matches what one peer has sent with receives, by envelope, each in its own order.
+"""The mailbox: matches the messages of one peer with receives, by envelope, in order.
 
 It has no lock and never waits: its owner guards it and wakes waiting threads.
 
-One call of a C function (``extend`` with an iterator that pops it there) moves a payload from one
-place to the next, so an interrupt never loses or duplicates it. Counts and lists may be wrong after
-an interrupt, until ``tidy``.
+One call of a C function (``extend`` with an iterator that pops) moves a payload from one place to
+the next, so an interrupt never loses or duplicates it. Counts and lists may be wrong after an
+interrupt, until ``tidy``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ payload_of = attrgetter("payload")
 class ArrivedMessages(dict[Envelope, deque[Payload]]):
     """The messages that wait for a receive, by envelope.
 
-    ``full`` becomes true at ``limit`` bytes or a million messages: nothing more should be read.
-    Without ``keep``, messages are counted and dropped, as replies to cancelled calls are.
+    At ``limit`` bytes or a million messages, ``full`` is set and the owner should read no more.
+    Without ``keep``, messages are counted and dropped, such as replies to cancelled calls.
     """
 
     __slots__ = ("_keep", "_limit", "_refused", "count", "dropped", "full", "nbytes")
@@ -47,7 +47,7 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
     def add(
         self, key: Envelope, payload: Payload, source: Iterable[Payload], *, first: bool = False
     ) -> None:
-        """Keep a message that no receive waits for, as the first or last of its key, or drop it."""
+        """Keep a message without a receive, as the first or last of its key, or drop it."""
         if not self._keep or (self._refused and _family(key) in self._refused):
             deque(source, 0)
             self.dropped += 1
@@ -63,7 +63,7 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
         self.full = self.nbytes >= self._limit or self.count >= _MOST_UNMATCHED
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the arrived and all later messages of a tag's family; of the last 256 families."""
+        """Drop the arrived and all later messages of a tag's family; of the last 256."""
         family = _family(envelope)
         if self._refused is None:
             self._refused = deque(maxlen=_MOST_REFUSED)
@@ -119,10 +119,7 @@ class Mailbox:
         return receive if receive is not None and receive.nbytes in (None, nbytes) else None
 
     def post(self, receive: Receive) -> None:
-        """Post a receive. It ends at once if its message is here or the peer has failed.
-
-        Then it is not added to ``due``.
-        """
+        """Post a receive. It ends at once, outside ``due``, if its message or failure is here."""
         receive.posted = True
         arrived = self.arrived.get(receive.envelope)
         if arrived:
@@ -149,7 +146,7 @@ class Mailbox:
         """Return the memory for a message whose first bytes have come; None if no receive has any.
 
         Call it when all earlier messages of its key were delivered and no other is placed. It may
-        be repeated for the same message.
+        be repeated.
         """
         receive = self.placing or self._first_wanted(key)
         if receive is None or receive.into is None or not receive.is_wanted:
@@ -177,14 +174,14 @@ class Mailbox:
         return True
 
     def withdraw(self, receive: Receive) -> bool:
-        """Withdraw a receive, whose memory must then be vacated; False if it is done already."""
+        """Withdraw a receive, whose memory must then be vacated; return False if it is done."""
         if receive.done or not (self._unlist(receive) or receive is self.placing):
             return False
         receive.posted = False
         return True
 
     def displaced(self, key: Envelope) -> None:
-        """Let a receive wait again after the sender has revoked its message. Safe to repeat."""
+        """Let a receive wait again after the sender has revoked its message. Repeatable."""
         receive = self.placing
         if receive is not None and receive.envelope == key:
             if receive.is_wanted:
@@ -194,12 +191,12 @@ class Mailbox:
             self.placing = None
 
     def vacated(self, receive: Receive) -> None:
-        """Note that no message is being received into the memory of a receive any more."""
+        """Note that a receive's memory is not in use any more."""
         if self.placing is receive:
             self.placing = None
 
     def _deliver_placed(self, payload: Placed, source: Iterable[Payload]) -> Receive | None:
-        """Deliver a message to the receive whose memory it is in; None if that has ended."""
+        """Deliver a message to the receive whose memory holds it; return None if that has ended."""
         receive = self.placing
         if receive is None or receive.into is not payload.destination:
             return None

@@ -2,7 +2,7 @@
 
 It is strict: a value that this version does not write is a ``ProtocolError``, and a length above
 the limit is refused before memory is allocated. Its state belongs to the connection, so one reader
-may stop in the middle of a frame and another one continue.
+may stop in the middle of a frame and another may continue.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Place(NamedTuple):
     large: LargePayload | None  # the large payload that is being received
 
 
-# What a parser knows between two reads. A plain tuple: one is made for every frame, and a named
-# tuple costs 0.09 us more.
+# What a parser knows between two reads. A plain tuple: each frame makes one, and a named tuple
+# costs 0.09 us more.
 _State = tuple[
     deque[Frame],  # complete frames that were not taken yet
     list[int],  # how many bytes the last receive brought; empty before it
@@ -68,12 +68,9 @@ class FrameParser:
 
     A ring's records (``wire.ring``) of a number come before the stream's frame of that number.
 
-    Args:
-        max_nbytes: Largest payload that is accepted.
-        seal: Checks the seals of this direction; None if there are none.
-        allocate: Allocates memory for large payloads; it need not be zeroed.
-        buffer_nbytes: Size of the buffer, allocated at the first read. A payload that does not fit
-            is large. Sealed frames need the default.
+    ``max_nbytes`` is the largest accepted payload. ``seal`` checks the seals of this direction.
+    ``allocate`` returns memory for large payloads, which need not be zeroed. The first read
+    allocates the buffer; a payload that does not fit is large. Sealed frames need its default size.
     """
 
     __slots__ = (
@@ -92,7 +89,7 @@ class FrameParser:
         self._allocate = allocate
         self._buffer_nbytes = buffer_nbytes
         # The place between two frames, if there is a buffer and no seal. ``take_in`` compares by
-        # identity: with this tuple, the next frame may be taken as it comes.
+        # identity: if the place is this tuple, the next frame may be taken as it comes.
         self._between: _Place | None = None
         self._max_nbytes = max_nbytes
         self._seal = seal
@@ -114,8 +111,8 @@ class FrameParser:
     def take_in(self, receive_into: Callable[[memoryview], int]) -> bool | None:
         """Receive by a C function; if exactly one small frame came, as mostly, take it.
 
-        Returns True if it did; False if the bytes are to be parsed; None at the end of the stream.
-        Raises ``ProtocolError`` if the stream was invalid before.
+        Return True if it did, False if the bytes must be parsed, None at the end of the stream.
+        Raise ``ProtocolError`` if the stream was invalid before.
         """
         _, counts, sequence, place, read = self.state
         if place is not self._between:
@@ -138,7 +135,7 @@ class FrameParser:
     def take_records(self) -> bool:
         """Read the ring's next records into ``frames``, which must be empty; return whether any.
 
-        Raises ``ProtocolError`` if they are invalid; nothing must be read any more.
+        Raise ``ProtocolError`` if they are invalid; nothing must be read any more.
         """
         _, counts, sequence, place, read = self.state
         ring = self.ring
@@ -214,7 +211,7 @@ class FrameParser:
     def read_by(self, read: Callable[[memoryview, list[int]], None]) -> int:
         """Receive by code that appends the number of bytes to the list, as one step.
 
-        Returns how many bytes came; those of an interrupted reader come first.
+        Return the number of these bytes, or of those that an interrupted reader received.
         """
         counts = self.state[1]
         if not counts:
@@ -222,16 +219,16 @@ class FrameParser:
         return counts[0]
 
     def commit(self, state: _State) -> None:
-        """Replace the state by one that ``parse`` has returned."""
+        """Replace the state by one that ``parse`` returned."""
         self.state = state
         ring = self.ring
         if ring is not None:
             ring.words[READ] = state[4]
 
     def parse(self) -> tuple[_State, bool]:
-        """Return the state after the bytes that came last; nothing changes until ``commit``.
+        """Return the state after the last bytes; nothing changes until ``commit``.
 
-        Also returns whether its frames include a greeting, a farewell or a loan, or a violation
+        Also return whether its frames include a greeting, a farewell or a loan, or a violation
         follows them.
         """
         if self.violation is not None:
@@ -316,13 +313,13 @@ class FrameParser:
             raise self.violation.copy()
 
     def is_farewell(self, tail: bytes) -> bool:
-        """Return whether a stream whose unread bytes end like this ends with a genuine farewell."""
+        """Return whether a stream whose unread bytes end so ends with a genuine farewell."""
         if self._seal is None:
             return is_farewell(tail)
         header, seal = tail[-HEADER_NBYTES - SEAL_NBYTES : -SEAL_NBYTES], tail[-SEAL_NBYTES:]
         if not is_farewell(header):
             return False
-        # Some frames may stand before it; how many its sequence number says.
+        # Some frames may stand before it; its sequence number says how many.
         _, _, sequence, place, _ = self.state
         ahead = (HEADER.unpack(header)[1] - sequence) & SEQUENCE_MASK
         number = place.sealed + (place.large is not None) + ahead
@@ -331,7 +328,7 @@ class FrameParser:
     def _begin_large(
         self, envelope: Envelope, nbytes: int, come: memoryview, number: int, frames: deque[Frame]
     ) -> tuple[LargePayload | None, int]:
-        """Begin a large payload; also return how many of the bytes that have come it takes."""
+        """Begin a large payload; also return how many of the received bytes it takes."""
         header, first = come[:HEADER_NBYTES], come[HEADER_NBYTES:]
         mac = None
         if self._seal is not None:
@@ -366,7 +363,7 @@ class FrameParser:
             return None
 
     def vacate(self, destination: Destination) -> None:
-        """Move what has come for a destination away. Safe to repeat; not while a thread reads."""
+        """Move received bytes out of a destination. Repeatable; not while a thread reads."""
         frames, counts, sequence, place, read = self.state
         large = place.large
         for at, (envelope, payload) in enumerate(frames):

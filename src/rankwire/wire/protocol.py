@@ -10,12 +10,12 @@ from rankwire.texts import MAX_REASON, one_line
 from rankwire.wire.frames import LOAN, Channel, Envelope, Frame, Message, UnreadPayload, whole_of
 from rankwire.wire.loans import Loan, unpack_loan
 
-# What a greeting says, in its tag: whether its sender can read the other end's memory, what memory
-# there is for a ring to it (``wire.ring``), and that it uses the one that was offered.
+# The tag of a greeting: its sender can read the other end's memory or not, offers memory for a ring
+# to it (``wire.ring``), or uses the ring that was offered.
 _SAYS_NOTHING, _CAN_BORROW, _CANNOT_BORROW, _OFFERS_RING, _HAS_RING = range(5)
 
 FAREWELL: Envelope = (0, int(Channel.FAREWELL), 0)
-# Says nothing, so it wakes a reader and changes nothing.
+# Wakes a reader and changes nothing.
 BELL: tuple[Envelope, Message] = ((0, int(Channel.GREETING), _SAYS_NOTHING), ((), 0))
 
 
@@ -53,18 +53,9 @@ _NEXT_STATES = {
 class Protocol:
     """What both ends have said on one connection. For its one reader; every call is repeatable.
 
-    Args:
-        peer: The rank at the other end.
-        incoming: Whether the peer dialled.
-        is_local: Whether it is a Unix socket, where memory can be lent.
-        cannot_borrow: Why this end cannot read the peer's memory; empty if it can.
-        max_nbytes: Largest payload that is accepted.
-
-    Attributes:
-        can_lend: Whether the peer can read this end's memory; None until its greeting tells.
-        why_not_lend: If it cannot, why.
-        ring_offer: The peer's description of memory for a ring to it, if it offers one.
-        has_ring: Whether the peer writes to the ring that this end has offered.
+    ``incoming`` says whether the peer dialled; ``is_local`` whether the stream is a Unix socket,
+    where memory can be lent. ``cannot_borrow`` is why this end cannot read the peer's memory; empty
+    if it can.
     """
 
     def __init__(
@@ -75,13 +66,14 @@ class Protocol:
         self._cannot_borrow = cannot_borrow
         self._max_nbytes = max_nbytes
         self.state = ConnectionState.UNUSED if incoming else ConnectionState.OPEN
+        # Whether the peer can read this end's memory; None before its greeting.
         self.can_lend: bool | None = None if is_local else False
         self.why_not_lend = "" if is_local else cannot_borrow
-        self.ring_offer: bytes | None = None
-        self.has_ring = False
+        self.ring_offer: bytes | None = None  # the peer's description of memory for a ring to it
+        self.has_ring = False  # whether the peer writes to the ring that this end has offered
 
     def introduction(self) -> tuple[Envelope, Message]:
-        """Return the greeting that tells whether this end can read the peer's memory."""
+        """Return the greeting that says whether this end can read the peer's memory."""
         says = _CANNOT_BORROW if self._cannot_borrow else _CAN_BORROW
         reason = self._cannot_borrow.encode()
         return (0, int(Channel.GREETING), says), ((reason,), len(reason))
@@ -91,11 +83,11 @@ class Protocol:
         return (0, int(Channel.GREETING), _OFFERS_RING), ((offer,), len(offer))
 
     def acceptance(self) -> tuple[Envelope, Message]:
-        """Return the greeting that says that this end now writes to the peer's ring."""
+        """Return the greeting that says that this end writes to the peer's ring now."""
         return (0, int(Channel.GREETING), _HAS_RING), ((), 0)
 
     def on_event(self, event: StreamEvent) -> None:
-        """Change the state after an event; a final one stays."""
+        """Change the state after an event, unless it is final."""
         self.state = _NEXT_STATES.get((self.state, event), self.state)
 
     def take(

@@ -2,7 +2,7 @@
 
 A receive ends exactly once, with a payload or with an error; the ``mailbox`` decides which message
 it gets. A large message may be received straight into a ``Destination``, for which the parser asks
-the mailbox. A receiver that gives up takes its memory back first; what has come moves away.
+the mailbox. A receiver that gives up first takes its memory back; the received bytes move away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Destination:
     view: memoryview
 
     def head_nbytes(self, nbytes: int, beginning: memoryview) -> int | None:
-        """Return how many bytes of a message come before those for here; None if it is unfit."""
+        """Return how many bytes of a message precede those for here; None if it does not fit."""
         return 0 if nbytes == len(self.view) else None
 
 
@@ -63,7 +63,7 @@ class Placed:
 
 
 def is_placed(payload: Payload) -> bool:
-    """Whether the bytes of a payload are in the memory that its receiver provided."""
+    """Return whether the bytes of a payload are in the receiver's own ``Destination``."""
     return isinstance(payload, Placed)
 
 
@@ -110,7 +110,7 @@ def find_placed(
     first: memoryview,
     frames: Iterable[Frame],
 ) -> Placed | None:
-    """Return where a large payload goes; ``frames`` are those before it, not taken yet."""
+    """Return where a large payload goes; ``frames`` are those before it that were not taken."""
     group, channel, tag = envelope
     before = envelope, (group, channel | LOAN, tag)
     if find_place is None or any(
@@ -128,8 +128,8 @@ class Receive:
 
     Attributes:
         on_done: Called by the owner of the mailbox, outside its locks, when it is done.
-        nbytes: The size that it must have, if fixed; a message of another size fails the receive
-            and stays for the next one.
+        nbytes: The required size, if fixed; a message of another size fails the receive and stays
+            for the next one.
         into: Memory that the message may be received into.
         done: Whether ``payload`` or ``error`` is set.
         posted: Whether it is posted and not withdrawn.
@@ -166,7 +166,7 @@ class Receive:
         return self._cell[0] if self._cell else None
 
     def take(self) -> Payload:
-        """Return the payload or raise the error. Only when ``done``."""
+        """Return the payload or raise the error, when ``done``."""
         if not self._cell:
             assert self.error is not None
             raise self.error.copy()
@@ -202,9 +202,8 @@ class Receive:
 class PostedReceive(Receive):
     """A receive that is posted before a thread waits for it.
 
-    Attributes:
-        is_awaited: Whether a thread waits for it now. That thread sets it, and clears it under the
-            lock of the mailbox's owner if it leaves without the message.
+    The thread that waits sets ``is_awaited``. If it leaves without the message, it clears it under
+    the lock of the mailbox's owner.
     """
 
     is_awaited = False

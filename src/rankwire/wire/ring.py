@@ -61,7 +61,7 @@ class RingWriter:
 
     @property
     def unread_nbytes(self) -> int:
-        """Bytes of records that were not read yet."""
+        """The bytes of records that were not read yet."""
         return max(self.words[WRITTEN] - self.words[READ], 0)
 
     def put(self, frame: bytes) -> bool:
@@ -94,7 +94,7 @@ class RingWriter:
 class RingReader:
     """The reading end. One reader at a time, except for ``is_empty``.
 
-    The reader sets ``words[READ]`` to what ``take`` has returned when the frames are safe. After
+    The reader sets ``words[READ]`` to the result of ``take`` when the frames are safe. After
     ``stop_polling`` and a memory barrier it must look once more, because the writer may have seen
     it polling. The attributes are C functions, as for ``Spin.finds``.
     """
@@ -112,8 +112,8 @@ class RingReader:
     def take(self, place: int, sequence: int, frames: deque[Frame]) -> int:
         """Append the records before the stream's frame of a sequence number to ``frames``.
 
-        ``place`` is the total of bytes read before; the result is the total now. Frames before an
-        invalid record are appended too.
+        ``place`` is the total of bytes read before; return the total now. Frames before an invalid
+        record are appended too.
         """
         written, data = self.words[WRITTEN], self._data
         if not 0 <= written - place <= _DATA_NBYTES:

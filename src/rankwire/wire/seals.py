@@ -81,7 +81,7 @@ class FrameMac:
 
 
 class SealInProgress:
-    """Computes the seal of a large frame while the frame is being sent.
+    """The seal of a large frame that is being sent, computed slice by slice.
 
     Continuing after an interrupt is safe. ``seal`` is filled in last; then ``is_made`` is set.
     """
@@ -162,9 +162,9 @@ class Seal:
     def around(
         self, sequence: int, header: Buffer, channel: int, message: Message
     ) -> tuple[list[Buffer], SealInProgress | None]:
-        """Return what follows a header: payload and seal, and first the seal of a large header.
+        """Return what follows a header: the seal of a large header, the payload, and its seal.
 
-        Also returns the seal if it is still to be computed, while the other pieces are sent.
+        Also return the seal if it must still be computed while the other pieces are sent.
         """
         payload, nbytes = message
         if nbytes <= LARGE_SEALED_NBYTES:
