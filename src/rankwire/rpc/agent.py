@@ -37,17 +37,11 @@ _CHECK_EVERY = 0.1  # seconds, to notice other ranks and signals; a stop wakes a
 
 
 class Activity(NamedTuple):
-    """The calls of an agent at one moment.
+    """The calls of an agent at one moment."""
 
-    Attributes:
-        in_flight: Calls that it has made and that have no reply yet.
-        in_service: Calls that it serves and has not answered yet.
-        steps: Grows by one with every call that it makes, and every time this is read.
-    """
-
-    in_flight: int
-    in_service: int
-    steps: int
+    in_flight: int  # calls that it has made and that have no reply yet
+    in_service: int  # calls that it serves and has not answered yet
+    steps: int  # grows by one with every call that it makes, and every time this is read
 
 
 class RpcAgent(AgentCalls, AgentFunctions):
@@ -56,9 +50,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
     Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
     rank are delivered in order, and may finish in any order.
 
-    As a context manager, it serves without a time limit until the agents of its name on other ranks
-    have left their blocks too, only serve (``serve``), or are lost. An exception or Ctrl-C closes
-    it at once.
+    As a context manager, it serves without a time limit until all agents of its name on other ranks
+    have left their blocks, only serve (``serve``), or are lost. An exception or Ctrl-C closes it at
+    once.
 
     Args:
         backend: Any backend; the agent does not close it.
@@ -77,9 +71,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
         resolve: Finds functions that are not registered: returns the function of a name, or None,
             or raises ``FunctionNotFoundError(name, reason=...)``. Its ``OverloadedError`` reaches
             the caller as it is, another ``RankwireError`` as ``RemoteError``. Other exceptions are
-            logged, and the caller gets ``FunctionNotFoundError``. The polling thread asks it at
+            logged, and the caller gets ``FunctionNotFoundError``. The polling thread runs it at
             every call, so it must be quick and must not call other ranks. Two calls of
-            ``handle_request`` may ask at once. The agent does not keep the function after the call.
+            ``handle_request`` may run it at once. The agent drops the function after the call.
     """
 
     def __init__(
@@ -111,7 +105,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
         self._registry = Registry(None if resolve is None else Resolver(resolve))
         self._stop_signal = StopSignal(backend, lambda: self._caller.closed)
         self._registry.own[STOP] = self._stop_signal.tell
-        self._has_stopped: set[int] = set()  # world ranks that know of our ``stop``
+        self._has_stopped: set[int] = set()  # world ranks that have confirmed our ``stop``
         self._close_lock = runtime.RLock()  # a callback that runs during close may close
         self._port = backend.open_calls(service)
         self._server = Server(
@@ -128,7 +122,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
         try:
-            # Before serving, so that a call that comes now finds the functions registered next.
+            # Before serving, so that a call that arrives now finds the functions registered next.
             self._port.presence.open()
         except BaseException:  # interrupted
             self._port.close()
@@ -150,7 +144,7 @@ class RpcAgent(AgentCalls, AgentFunctions):
     # -- serving -----------------------------------------------------------------------------------
 
     def serve(self, *, until_lost: int | None = 0, timeout: float | None = None) -> bool:
-        """Serve calls until a rank says stop, or the ranks to serve are gone.
+        """Serve calls until a rank calls ``stop``, or the ranks to serve are gone.
 
         This returns at the first of these events: ``stop`` on any rank; SIGTERM, with which the
         launcher asks ranks to end (if the main thread calls this and the program does not handle
@@ -183,9 +177,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def stop(self, *ranks: int, timeout: float | None = None) -> None:
         """Make ``serve`` return on some ranks; without arguments on all, this one included.
 
-        The effect is permanent, and applies to a rank that does not serve yet. This waits until all
-        of these ranks have made their agent of this name and confirmed, ``timeout`` seconds at
-        most; ranks that have left or are lost are skipped.
+        The effect is permanent, also on a rank that does not serve yet. This waits, ``timeout``
+        seconds at most, until these ranks have made their agent of this name and confirmed. Ranks
+        that have left or are lost are skipped.
 
         Raises:
             ChannelClosedError: This agent is closed.
@@ -220,8 +214,8 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def handle_request(self, call: IncomingCall) -> None:
         """Serve one request on the calling thread and send the reply, as serving threads do.
 
-        If the function returns a future, the reply is sent when that is done. If the ``origin`` of
-        the call is ``OWN``, this rank made it.
+        If the function returns a future, the reply is sent when that is done. A call whose
+        ``origin`` is ``OWN`` came from this rank.
 
         Raises:
             ConfigurationError: The call has no ``origin``, so there is no place to reply to.
@@ -235,8 +229,8 @@ class RpcAgent(AgentCalls, AgentFunctions):
     def activity(self) -> Activity:
         """Return how many calls this agent has in flight and in service.
 
-        If no agent of a world has any, and on a second reading still none has and ``steps`` shows
-        that none was made in between, then no message is on its way either.
+        If no agent of a world has any in two readings, and ``steps`` shows that none was made in
+        between, then no message is on its way either.
         """
         in_flight, count = self._caller.activity()
         return Activity(in_flight, len(self._server.active), count)
@@ -285,13 +279,13 @@ class RpcAgent(AgentCalls, AgentFunctions):
             raise
 
     def __enter__(self) -> Self:
-        self._port.presence.open()  # the thread that uses it may not be the one that made it
+        self._port.presence.open()  # the calling thread may not be the one that made the agent
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self._serve_until_all_leave()
-        # After an error other ranks should hear of it soon, and not wait for calls that run here.
+        # After an error other ranks should learn of it soon, and not wait for calls that run here.
         self.close(grace=_GRACE if error is None else 0.0)
 
     def __repr__(self) -> str:
@@ -303,10 +297,9 @@ class RpcAgent(AgentCalls, AgentFunctions):
 
 
 class StopSignal:
-    """Whether an agent is to stop serving; permanent, and may be set before it serves.
+    """Whether an agent must stop serving; permanent. Every method is safe from any thread.
 
-    Every method is safe from any thread. The signal handler only sets a flag, because it may run
-    while the main thread holds the lock of the event.
+    The signal handler only sets a flag: it may run while the main thread holds the event's lock.
     """
 
     def __init__(self, backend: Backend, is_closed: Callable[[], bool]) -> None:
@@ -318,7 +311,7 @@ class StopSignal:
 
     @property
     def is_told(self) -> bool:
-        """Whether a rank or the launcher has told this rank to stop."""
+        """Whether a rank or the launcher has asked this rank to stop."""
         return self.is_asked or self._told.is_set()
 
     def tell(self) -> None:

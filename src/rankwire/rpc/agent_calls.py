@@ -29,7 +29,7 @@ MakeCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _check_public(name: str) -> None:
-    """Reject attributes that Python and notebooks look for by themselves."""
+    """Reject attributes that Python and notebooks look up by themselves."""
     if name.startswith("_"):
         raise AttributeError(
             f"functions whose names begin with an underscore are called as agent.to(rank)({name!r})"
@@ -119,12 +119,7 @@ class AsyncRemoteRank(_Rank[RpcFuture[Any]]):
 
 
 class AgentCalls:
-    """The calling methods of ``RpcAgent``, which sets the attributes. Safe from any thread.
-
-    Attributes:
-        backend: The backend whose ranks are called.
-        timeout: Seconds for calls without a timeout of their own.
-    """
+    """The calling methods of ``RpcAgent``, which sets the attributes. Safe from any thread."""
 
     backend: Backend
     timeout: float
@@ -261,8 +256,8 @@ class AgentCalls:
 
         ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
         so is ``agent.to(1, timeout=5)(add, 2, 3)``, whose arguments a type checker checks. All
-        keywords of the call go to the function, ``timeout`` too. You may keep the object and use it
-        for any number of calls, from any thread.
+        keywords of the call, ``timeout`` too, go to the function. The proxy is safe from any
+        thread, for any number of calls.
 
         Args:
             dst: The rank to call.
@@ -280,7 +275,7 @@ class AgentCalls:
         return RemoteRank(rpc_sync, description)
 
     def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
-        """Return a proxy as ``to`` does; its calls return futures."""
+        """Return a proxy like ``to`` does; its calls return futures."""
         dst, limit, description = self._settings(dst, timeout)
 
         def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

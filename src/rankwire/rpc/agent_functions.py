@@ -50,23 +50,22 @@ class AgentFunctions:
         Write ``register("add", add)``, ``@agent.register`` or ``@agent.register("add")``. An
         object's methods are called ``"name.method"``: after ``register("params", server)``, others
         call ``"params.pull"`` and ``"params.push"``; after ``register(server)``, the name is that
-        of its class. All methods count, inherited ones too, that are written in Python and whose
-        names do not begin with an underscore; other attributes do not.
+        of its class. These are all methods, also inherited, that are written in Python and whose
+        names do not begin with an underscore.
 
         Arrays and long byte strings in a result are read after the function has returned, until the
-        caller has them. If they change meanwhile, the caller may get some of the old and some of
-        the new. Of an array that changes, return ``array.copy()``, made under the lock that guards
-        it.
+        caller has them. If they change meanwhile, the caller may get a mix of old and new. Of an
+        array that changes, return ``array.copy()``, made under the lock that guards it.
 
         A function may return a ``concurrent.futures.Future``, also that of another call. Then the
         thread that ends the future sends the reply, without waiting for the caller. Any number of
-        calls may wait so, whatever ``workers`` is. If the call's deadline passes, its caller
-        cancels it or is gone, or this agent closes, the future is cancelled. A call made by a
-        callback of the future is part of the call which its thread serves, if any; in callbacks of
-        an ``RpcFuture``, of the call in which the future was made.
+        calls may wait so, whatever ``workers`` is. The future is cancelled if the call's deadline
+        passes, its caller cancels it or is gone, or this agent closes. A call made by a callback of
+        the future is part of the call which its thread serves, if any; in callbacks of an
+        ``RpcFuture``, of the call in which the future was made.
 
         Args:
-            name: The name to call it by. The default is the function's own name, or that of the
+            name: The name to call it by; by default the function's own name, or that of the
                 object's class. Or the function or object itself, as the only argument.
             function: The function, which may be an ``async def``; or the object. A callable object
                 counts as a function.
@@ -74,16 +73,16 @@ class AgentFunctions:
                 error.
             copy: Whether to copy the result as soon as the function has returned, before sending.
                 That is enough for an ``async def`` whose array changes on the event loop alone. It
-                is not enough if other threads change the array: a lock that the function releases
-                as it returns does not cover the copy, which takes about a millisecond for 10 MB.
-                Copy under the lock instead.
+                is not enough if other threads change the array, because the function releases its
+                lock before the copy, which takes about a millisecond for 10 MB. Then copy under the
+                lock instead.
 
         Returns:
             The function or object, or a decorator.
 
         Raises:
-            ConfigurationError: It is neither callable nor has such methods; or it has no name of
-                its own and you passed none; or the name is taken or invalid.
+            ConfigurationError: It is neither callable nor has such methods, it has no name of its
+                own and you passed none, or the name is taken or invalid.
         """
         add = partial(self._registry.add, replace=replace, copies=copy)
         if function is not _LEFT_OUT:

@@ -29,20 +29,20 @@ class MadeCall(NamedTuple):
     reply: Reply
 
     def give_up(self, error: RankwireError) -> None:
-        """Fail the call with an error and tell the callee, unless its reply has come."""
+        """Fail the call with an error and notify the callee, unless its reply has come."""
         if self.reply.abort(error):
             expired = isinstance(error, DeadlineExceededError)
             self.port.cancel(self.dst, self.reply.request_id, expired=expired)
 
 
 class Wait(NamedTuple):
-    """What the thread of a function that is being served waits for."""
+    """What the thread of a function that is being served is waiting for."""
 
     number: int  # identifies this wait in this agent
     dst: int
     name: str
     request_ids: Sequence[int]  # the calls to that rank of which one has to end
-    is_for_room: bool = False  # it waits until it may call (``max_in_flight``)
+    is_for_room: bool = False  # whether it waits for its turn to call (``max_in_flight``)
 
 
 class Call(PublicDir):
@@ -109,7 +109,7 @@ class Call(PublicDir):
         self.outgoing.pop(request_id, None)
 
     def give_up_nested(self) -> None:
-        """Cancel the calls that the function has in flight, and tell their callees."""
+        """Cancel the calls that the function has in flight, and notify their callees."""
         for made in list(self.outgoing.values()):
             made.give_up(self.cancellation())
 

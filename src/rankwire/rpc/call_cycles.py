@@ -1,8 +1,8 @@
 """Wait for calls made by functions that are being served, and find calls that wait in a cycle.
 
-Such a wait is reported to ranks that ask (``ServedCalls.describe``), and after a while the waiting
-thread checks for a cycle. Only the thread that runs the function checks: other threads of the user
-may end the function in other ways.
+Ranks that ask learn of such a wait (``ServedCalls.describe``), and after a while the waiting thread
+checks for a cycle. Only the thread that runs the function checks: other threads of the user may end
+the function in other ways.
 
 A call *needs* other calls if one of them has to end before it can continue: the call it made, the
 call that blocks the event loop, or those that occupy all workers. It is *stuck* if everything it
@@ -118,8 +118,8 @@ class NestedWaits:
     def drive(self, call: Call, made: MadeCall, deadline: Deadline, *, patient: bool) -> bool:
         """Wait for the reply of a call made while serving ``call``; return False if it is late.
 
-        A call in a cycle is given up: its wait ends with ``CircularCallError``. Unless ``patient``,
-        the function waits for less than the call may take, so it is never stuck.
+        In a cycle, the wait of the call that gives up ends with ``CircularCallError``. Unless
+        ``patient``, the function waits for less than the call may take, so it is never stuck.
         """
         reply = made.reply
         if not patient or not self._server.is_run_here(call):

@@ -1,4 +1,4 @@
-"""Ask a rank what became of calls that it serves, and describe those that are served here.
+"""Ask a rank about calls that it serves, and describe the calls that this rank serves.
 
 Calls are named by world ranks, also in a group.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LATE_CALLS = 64  # that failed after their deadline, whose errors are kept
 _NOTEWORTHY = 0.1  # seconds: a shorter wait for a worker is not reported
-# Adds what is known of a call to an error, given its request id and its function's name.
+# Adds what is known of a call to an error, given the request id and function name of the call.
 Explain: TypeAlias = Callable[[DeadlineExceededError, int, str], None]
 
 _ASK_LIMIT = 0.2  # seconds for asking what became of a call whose deadline has passed
@@ -46,7 +46,7 @@ class CallInquiries:
     def ask(
         self, rank: int, keys: Collection[Key], deadline: Deadline
     ) -> dict[Key, ActiveCall] | None:
-        """Ask a world rank about calls that it serves; return None without an answer."""
+        """Ask a world rank about calls that it serves; return None if it does not answer."""
         backend = self.backend
         if rank == backend.world[backend.rank]:
             return {call.key: call for call in self.server.active.describe(keys)}
@@ -54,10 +54,9 @@ class CallInquiries:
         return None if answer is None else calls_of(answer, rank, backend.world)
 
     def explain_late(self, dst: int, request_ids: Sequence[int], limit: float) -> Explain:
-        """Ask a callee once about calls whose deadline has passed.
+        """Ask a callee once about late calls; return a function that adds the answer to an error.
 
-        Return a function that adds the answer to the error of one of these calls. ``limit`` is
-        their timeout; the inquiry takes at most a quarter of it.
+        ``limit`` is the timeout of the calls; the inquiry takes at most a quarter of it.
         """
         clock, world = self.backend.clock, self.backend.world
         patience = min(_ASK_LIMIT, limit / 4)
@@ -93,10 +92,7 @@ class ServedCalls(dict[tuple[int, int], "ServedCall"]):
         self._late: dict[Key, ActiveCall] = {}
 
     def describe(self, keys: Collection[Key]) -> list[ActiveCall]:
-        """Describe calls that are served here, and those here that they need.
-
-        Without keys, describe all calls in brief, the oldest first.
-        """
+        """Describe calls served here, and those here that they need; without keys all, in brief."""
         jobs = {self._key(job): job for job in list(self.values())}
         active = ActiveCalls(self.world, self._rank, self.workers, jobs, set(self._queue.jobs()))
         if not keys:
@@ -122,7 +118,7 @@ class ServedCalls(dict[tuple[int, int], "ServedCall"]):
 
 @dataclass(frozen=True, slots=True)
 class ActiveCalls:
-    """The calls in service at one moment, and what this rank reports of them."""
+    """The calls in service at one moment, and this rank's report about them."""
 
     world: Sequence[int]  # of the ranks that the agent may call
     rank: int  # of the world, as in keys

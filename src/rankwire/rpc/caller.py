@@ -1,7 +1,7 @@
 """Send a request, wait for its reply, and give calls up.
 
-The caller gives a call up when its deadline passes, when its thread is interrupted, or when the
-call that the function serves is cancelled. It notifies the callee each time.
+The caller gives a call up when its deadline passes, its thread is interrupted, or the call that the
+function serves is cancelled. It notifies the callee each time.
 """
 
 from __future__ import annotations
@@ -243,10 +243,7 @@ class Caller:
     def _reserve(
         self, dst: int, request_id: int, message: Message, deadline: Deadline, call: Call | None
     ) -> bool:
-        """Reserve queue space at the callee for a large call; return whether that took time.
-
-        If it did, the message has been undone, because it states how much time is left.
-        """
+        """Reserve space at the callee; if that took time, undo the message and return True."""
         nbytes = message[1]
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
@@ -264,7 +261,6 @@ class Caller:
         return True
 
     def _ask_for_space(self, dst: int, request_id: int, nbytes: int, deadline: Deadline) -> None:
-        """Send a request that the polling thread of a rank answers, and wait for the answer."""
         left, arguments = deadline.remaining(), (request_id, nbytes)
         message = encode_request(self._codec, RESERVE, left, [], arguments, {})
         reply = self._port.call(dst, next(self._ids), message, deadline)
@@ -309,7 +305,7 @@ class Caller:
         deadline: Deadline,
         call: Call | None,
     ) -> RankwireError:
-        """Add to an error what was called, and how the calls are nested."""
+        """Add to an error the function that was called, and how the calls are nested."""
         if call is not None and isinstance(error, DeadlineExceededError):
             chain = [*call.chain_of_nested(self._backend.rank), dst, name]
             error.explain(f"the calls are {describe_chain(chain)}")

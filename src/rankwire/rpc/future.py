@@ -37,7 +37,7 @@ _DONE = frozenset((_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"))
 
 
 class UnretrievedError:
-    """An error that the program has not retrieved; only futures that fail have one."""
+    """An error that the program has not retrieved; only a failed future has one."""
 
     __slots__ = ("error",)
 
@@ -55,7 +55,7 @@ _DISREGARDED = UnretrievedError(None)
 class LoggedFuture(PublicDir, Future[R]):
     """A future that logs its error when it is dropped, unless the program has retrieved the error.
 
-    The attributes are those of the base class (a test compares), except for the condition.
+    Its attributes are those of the base class (a test compares), except for the condition.
     """
 
     _state: str = _PENDING
@@ -130,7 +130,7 @@ class RpcFuture(LoggedFuture[R]):
     def _attended_condition(self, *, attends: bool = True) -> SafeCondition:
         """Return the base class's condition, and have the reply read as soon as it comes.
 
-        The first use makes it, which takes as long as encoding a call. Its lock is not shared:
+        The first use makes it, which takes as long as encoding a call. It has its own lock, because
         ``concurrent.futures.wait`` takes those of many futures at once. Threads that use it do not
         read the connection, so the reply must be read early.
         """
@@ -201,10 +201,7 @@ class RpcFuture(LoggedFuture[R]):
         super().add_done_callback(fn)
 
     def when_ended(self, on_end: OnEnd) -> None:
-        """Call ``on_end`` once it is done, without having its reply read early.
-
-        It must not raise, and may be called twice.
-        """
+        """Call ``on_end`` at the end, perhaps twice, without ``attend``; it must not raise."""
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
             self._call_on_end()
@@ -217,7 +214,7 @@ class RpcFuture(LoggedFuture[R]):
                 self.__dict__["_on_end"].remove(on_end)
 
     def attend(self) -> None:
-        """Have the reply read as soon as it comes, although no thread waits for it."""
+        """Have the reply read as soon as it comes, though no thread waits for it."""
         if self.reply is not None and not self.reply.done:
             self._futures.port.attend_to(self.dst, self.reply)
 
@@ -234,10 +231,10 @@ class RpcFuture(LoggedFuture[R]):
         return asyncio.wrap_future(self).__await__()
 
     def on_reply(self, receive: Receive) -> None:
-        """End the future: its reply, or the peer's failure, has come.
+        """End the future, because its reply or the peer's failure has come.
 
-        The caller and the thread that reads the reply may both call this, but only one may decode
-        it, because hooks have effects.
+        The caller and the reading thread may both call this, but only one may decode the reply,
+        because hooks have effects.
         """
         visit = object()
         try:

@@ -2,7 +2,7 @@
 
 A request is the record ``[name, seconds left, chain, args, kwargs]``. The chain lists the calls
 that this one is nested in, outermost first, as rank, name, rank, name ... A reply is ``[outcome,
-value or details]``. An error travels as text, never as a class to be looked up.
+value or details]``. An error travels as text, never as a class to look up.
 """
 
 from __future__ import annotations
@@ -42,21 +42,17 @@ _TEXT = frozenset((str,))
 
 
 class Outcome(IntEnum):
-    """How a call ended.
-
-    ``CLOSED``, ``EXPIRED`` and ``CANCELLED`` say why a function was cut short: its agent closed,
-    its deadline passed, or it was cancelled by itself or by its caller, which then reads no reply.
-    """
+    """How a call ended."""
 
     VALUE = 0
     RAISED = 1
     NOT_FOUND = 2
     BAD_REQUEST = 3
     OVERLOADED = 4
-    CANCELLED = 5
+    CANCELLED = 5  # by itself, or by its caller, which then reads no reply
     TOO_LARGE = 6
-    CLOSED = 7
-    EXPIRED = 8
+    CLOSED = 7  # cut short because its agent closed
+    EXPIRED = 8  # cut short because its deadline passed
 
 
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -89,7 +85,7 @@ def encode_request(
     peer: int | None = None,
     max_nbytes: int = _MAX_NUMBER,
 ) -> Message:
-    """Return a request's buffers and size; arrays in it are not copied."""
+    """Return a request's buffers and size, without copying arrays."""
     message: Message | None = None
     # Only the arguments need a check: the rest is plain. A tuple is encoded like a list.
     if (not args or PLAIN.issuperset(map(type, args))) and (not kwargs or is_flat(kwargs)):
@@ -104,7 +100,7 @@ def encode_request(
 
 
 def decode_request(codec: Codec, payload: bytearray, peer: int | None = None) -> Request:
-    """Return the request in a payload; raises ``InvalidMessageError``."""
+    """Return the request in a payload, or raise ``InvalidMessageError``."""
     request = codec.decode(payload, _unpack_request, peer)
     if type(request) is not Request:
         request = _request_of(request)  # large or not plain: msgspec has not checked it
@@ -164,10 +160,7 @@ def encode_reply(codec: Codec, outcome: Outcome, details: Any = None) -> Message
 
 
 def encode_failure(codec: Codec, error: BaseException, longest: int | None = None) -> Message:
-    """Return the reply for a function that raised: type, message and traceback as text.
-
-    With ``longest``, texts have at most so many characters, and there is no traceback.
-    """
+    """Return the reply for an error; with ``longest``, with short texts and no traceback."""
     if isinstance(error, MessageTooLargeError):
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
     # An error that came from another rank keeps its type and text, however many ranks it passes.

@@ -1,8 +1,8 @@
 """The futures of an agent's calls that have not ended, and how each of them ends.
 
 The thread that reads the reply ends its future, or the thread that waits in ``result`` at the
-deadline. Late futures for which no thread waits are found by the standby (``check``) and ended by
-serving threads, because callbacks may take long. A rank is asked once about all its late calls.
+deadline. The standby (``check``) finds late futures for which no thread waits, and serving threads
+end them, because callbacks may take long. A rank is asked once about all its late calls.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PendingFutures:
         deadline, call = future.deadline, future.call
         # The frames of the thread that read the reply refer to the future, which holds the error.
         error = error.with_traceback(None)
-        # The program knows of calls that it gave up itself: those errors are not logged.
+        # The program gave up these calls itself, so their errors are not logged.
         is_news = not (self._caller.closed or isinstance(error, CallCancelledError))
         if isinstance(error, RankwireError):  # a fault plan may raise the program's own
             error = self._caller.explained(

@@ -51,7 +51,7 @@ class Paced(Protocol):
 
 
 class Job(Protocol):
-    """One admitted call: run it, or tell its caller that it will not run. No method may raise."""
+    """One admitted call: run it, or notify its caller that it will not run. Must not raise."""
 
     depth: int
 
@@ -99,7 +99,7 @@ class Worker:
 
 
 class JobQueue:
-    """The jobs that have not begun, and how many run."""
+    """The jobs that have not begun, and the number that run."""
 
     def __init__(self, poll: Callable[[], list[Job]], limits: Limits) -> None:
         self._poll = poll
@@ -111,7 +111,7 @@ class JobQueue:
         self.running_nested = 0
 
     def next(self) -> Job | None:
-        """Poll if nothing is at hand; return a job that may run now, if there is one."""
+        """Poll if no job is waiting; return a job that may run now, if there is one."""
         if self.waiting and (waited := self.take_waiting()) is not None:
             return waited
         if not self.arrived:
@@ -189,12 +189,12 @@ class Pool:
             self._start_thread()
 
     def add(self, job: Job) -> None:
-        """Run a job that did not come through ``poll``. Safe from any thread."""
+        """Run a job that ``poll`` did not return. Safe from any thread."""
         self.arrived.append(job)
         self._source.wake()
 
     def expect_work(self) -> None:
-        """Wake the standby, because work is outstanding that needs checks."""
+        """Wake the standby, because outstanding work needs checks."""
         if self._standby_sleeps:
             with self._mutex:
                 if self._standby is not None and self._standby_sleeps:
@@ -231,7 +231,7 @@ class Pool:
         return not any(thread.is_alive() for thread in threads)
 
     def close_in_child(self) -> None:
-        """End in a forked child, to which a function that has forked returns."""
+        """End the threads in a forked child, to which a function that forked returns."""
         self._mutex = self.queue.mutex = runtime.Lock()
         self._closing = True
 

@@ -52,7 +52,7 @@ class Function:
 
     @cached_property
     def takes_timeout(self) -> bool:
-        """Whether it has a parameter ``timeout``. Cached: finding out takes as long as a call."""
+        """Whether it has a parameter ``timeout``. Cached, because that takes as long as a call."""
         try:
             parameters = inspect.signature(self.target).parameters
         except (TypeError, ValueError):  # functions written in C may have no signature
@@ -79,7 +79,7 @@ def is_name(name: object) -> bool:
 class Resolver:
     """Asks the program's ``resolve`` at every call. As safe from any thread as ``resolve`` is.
 
-    What was learned of a function is kept by a weak reference to the function itself, also for a
+    The habits of a function are kept by a weak reference to the function itself, also for a
     bound method or a ``functools.partial``.
     """
 
@@ -110,7 +110,7 @@ class Resolver:
 
 
 class Habits:
-    """What is known of a function beyond one call."""
+    """What the agent remembers of a resolved function between calls."""
 
     __slots__ = ("is_async", "is_slow")
 
@@ -151,10 +151,7 @@ def _body_of(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Registry:
-    """The registered functions by name.
-
-    Safe from any thread; readers take no lock, because the table is replaced and never changed.
-    """
+    """The registered functions. Safe from any thread: the table is replaced, never changed."""
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
@@ -167,9 +164,8 @@ class Registry:
     def add(self, name: Any, thing: T, *, replace: bool, copies: bool = False) -> T:
         """Register a function, or all public methods of an object as ``name.method``; return it.
 
-        Without a name, use its own or that of the object's class. With ``replace``, methods of the
-        former object of that name are removed. Raises ``ConfigurationError``, and then registers
-        none of them.
+        Without a name, use its own or that of the object's class. ``replace`` removes the methods
+        of the former object of that name. On ``ConfigurationError``, nothing is registered.
         """
         owner = None
         targets: dict[Any, Callable[..., Any]]
@@ -214,7 +210,7 @@ class Registry:
             self.functions = left
 
     def resolve(self, name: str) -> Function | None:
-        """Return the function of a name that is not registered, or None; may raise anything."""
+        """Ask the resolver for a function that is not registered; raise what it raises."""
         return None if self._resolver is None else self._resolver.find(name)
 
     def names(self) -> list[str]:
@@ -257,8 +253,8 @@ def _own_name(function: Callable[..., Any]) -> str:
 def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
     """Return the public methods of an object, bound, by name.
 
-    These are functions that its class or a base class defines in Python under a name without a
-    leading underscore, also static, class, ``async`` and decorated ones. A class itself has none.
+    These are functions that its class or a base class defines in Python, not named with an
+    underscore first; also static, class, ``async`` and decorated ones. A class itself has none.
     """
     if isinstance(thing, type):
         return {}
@@ -319,7 +315,7 @@ class RemoteErrors:
         self._kinds = self._kinds | {name: kind}
 
     def typed(self, error: RemoteError) -> RemoteError:
-        """Return a remote error as an instance of the class that was raised, if that is known."""
+        """Return a remote error as an instance of the class that was raised, if it is known."""
         for name in (error.remote_type, *error.remote_bases):
             kind = self._kinds.get(name)
             if kind is not None:

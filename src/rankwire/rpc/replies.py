@@ -1,8 +1,8 @@
 """Encode and send replies: every request gets exactly one, unless its caller is gone.
 
 If the connection does not take a reply now, and the sending thread must not wait, a serving thread
-sends it later, in order. If a function has returned a future, its reply is deferred without a
-thread:
+sends it later, in order. The reply of a function that returned a future is deferred, and occupies
+no thread:
 
 ==============================  ===============================  ==============
 what ends the wait              what the caller gets             the future is
@@ -102,7 +102,7 @@ class Replies:
         copies: bool = False,
         is_patient: bool = True,
     ) -> Message:
-        """Return the reply that carries a result, or the one that says why it cannot be sent.
+        """Return the reply that carries a result, or that says why it cannot be sent.
 
         With ``copies``, it shares no memory with the result. Unless ``is_patient``, an interrupt
         (Ctrl-C) is raised and not sent.
@@ -134,7 +134,7 @@ class Replies:
         return encode_reply(self._codec, outcome, reason)
 
     def unwanted(self) -> Message:
-        """Return the reply for a call whose caller has given up."""
+        """Return the reply for a call that its caller has given up."""
         return encode_reply(self._codec, Outcome.CANCELLED, "not wanted any more")
 
     def late(self, detail: str, *, began: bool) -> Message:
@@ -176,7 +176,7 @@ class Replies:
             self._not_sent(call, message, error)
 
     def send_at_once(self, call: IncomingCall, message: Message) -> None:
-        """Send a reply without waiting, or have a serving thread send it later, in order."""
+        """Send a reply without waiting, or let a serving thread send it later, in order."""
         with self._lock:
             must_wait = call.origin in self._kept
         try:
@@ -191,7 +191,7 @@ class Replies:
         self._keep(call, message)
 
     def discard(self, message: Message) -> None:
-        """Undo the effects of hooks on a reply that is not sent. Does not raise."""
+        """Undo the effects of hooks on a reply that is not sent; log errors of hooks."""
         try:
             self._codec.undo(message)
         except Exception:
@@ -250,7 +250,7 @@ class DeferredReply:
         return self.future.done() or self._call.deadline.expired
 
     def answer(self) -> None:
-        """Send the reply, unless another thread does or has. Safe to repeat after an interrupt."""
+        """Send the reply, unless another thread does or has. Repeatable after an interrupt."""
         grip: list[bool] = []
         try:
             call_and_note(grip, self._turn.acquire, False)
@@ -263,7 +263,7 @@ class DeferredReply:
                 self._turn.release()
 
     def give_up(self) -> None:
-        """Answer without waiting any longer, and cancel the future."""
+        """Answer now, and cancel the future."""
         self.answer()
         try:
             self.future.cancel()
@@ -287,7 +287,7 @@ class DeferredReplies:
         self._next_check = Deadline(0.0, clock)
 
     def begin(self, call: ServedCall, future: Future[Any]) -> None:
-        """Answer a call when a future is done, or at once if it is."""
+        """Answer a call when a future is done."""
         reply = DeferredReply(call, future, self._unsent)
         # Before the callback can forget it, and before ``cancelled`` is read: a cancelling thread
         # sets that and then reads ``call.deferred``.

@@ -2,7 +2,7 @@
 
 A caller has at most ``UNRESERVED_NBYTES`` of large calls in flight to one rank without a
 reservation. Before it sends more, its thread requests one (``RESERVE``) and waits until its
-deadline; the callee grants them in order, when there is space.
+deadline; the callee grants requests in order, when there is space.
 
 ====================  ===========================  ===================================
 a large call is       event                        next
@@ -30,14 +30,14 @@ from typing import Any, NamedTuple
 from rankwire import runtime
 from rankwire.errors import InvalidMessageError
 
-# Called like a function, with the id of the call to come and its size.
+# A request with this name has the id and the size of the large call as arguments.
 RESERVE = "\0room"
 
 DEFAULT_QUEUED_NBYTES = 256 << 20
 SMALL_NBYTES = 64 << 10  # of smaller calls only the number is limited
 # Enough to keep a callee busy: a round trip of some 25 us is short compared with sending more.
 UNRESERVED_NBYTES = 8 << 20
-# Calls may still wait here that their caller has cancelled, while the cancel is on its way.
+# Calls that their caller has cancelled may still wait here, while the cancel is on its way.
 _MOST_UNRESERVED_NBYTES = 4 * UNRESERVED_NBYTES
 
 _MAX_ID = 1 << 64
@@ -54,8 +54,7 @@ class _Reservation(NamedTuple):
 class Allowance:
     """Bytes in flight without a reservation, to or from each rank. Safe from any thread.
 
-    If an interrupt falls between taking bytes and noting it, they stay taken: then the caller makes
-    more reservations.
+    An interrupt may leave bytes taken; the caller then makes more reservations.
     """
 
     def __init__(self, limit: int) -> None:
@@ -99,9 +98,9 @@ class Reservations:
     def request(
         self, src: int, request_id: int, nbytes: int, link: Any, answer: Callable[[bool], None]
     ) -> bool:
-        """Have ``answer(True)`` called once there is space; return False if too many requests wait.
+        """Call ``answer(True)`` once there is space; return False if too many requests wait.
 
-        It may be called at once, twice, or never if the caller gives up. ``answer(False)`` says
+        It may be called at once, twice, or never if the caller gives up. ``answer(False)`` means
         that this rank is closing.
         """
         key = (src, request_id)
@@ -173,8 +172,8 @@ class Reservations:
             self._unnotified.append((next_one, not self._closed))
 
     def _notify(self) -> None:
-        # A caller leaves the list after it was notified: if an interrupt comes before that, the
-        # next thread that comes here notifies it.
+        # A decision is removed after the caller was notified: if an interrupt comes before that,
+        # the next thread that comes here notifies it.
         for decision in list(self._unnotified):
             reservation, is_granted = decision
             reservation.answer(is_granted)

@@ -1,8 +1,7 @@
 """One call in service, from the request that arrived to its one reply.
 
-A serving thread runs it, or the event loop if its function is an ``async def``. No function can
-harm that thread, by any exception, ``SystemExit`` included, or by an oversized or unsendable
-result.
+A serving thread runs it, or the event loop if its function is an ``async def``. No exception of the
+function, ``SystemExit`` included, and no oversized or unsendable result can harm that thread.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ServedCall(Call):
 
     @property
     def seconds(self) -> float:
-        """How long its function has run; without a worker, how long ago the call came."""
+        """How long its function has run; without a worker, the time since the call came."""
         worker = self.worker
         return self.deadline.waited if worker is None else self._server.clock.now() - worker.began
 
@@ -143,7 +142,7 @@ class ServedCall(Call):
         return None
 
     def answer_deferred(self, future: Future[Any]) -> None:
-        """Reply with the outcome of a future, or that it was cut short, without waiting."""
+        """Reply with a future's outcome, or that it was cut short, without waiting."""
         self._reply_without_waiting(self._outcome_of(future))
 
     def _outcome_of(self, future: Future[Any]) -> Message:
@@ -221,7 +220,7 @@ class ServedCall(Call):
             self._reply_without_waiting(message)
 
     def refuse(self, reason: str) -> None:
-        """Tell the caller that the function will not run. Does not raise."""
+        """Notify the caller that the function will not run. Does not raise."""
         self._answer_at_once(self._server.replies.refusal(Outcome.OVERLOADED, reason))
 
     def finished(self, seconds: float) -> None:
@@ -252,10 +251,9 @@ class ServedCall(Call):
 
 
 class EventLoop:
-    """One event loop in one thread, for functions that are ``async def``; safe from any thread.
+    """One event loop in one thread, for ``async def`` functions. Safe from any thread.
 
-    The first call of one starts it and imports asyncio, which takes as long as importing this
-    package.
+    The first call starts it and imports asyncio, which takes as long as importing this package.
     """
 
     def __init__(self, clock: Clock) -> None:

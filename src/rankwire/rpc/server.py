@@ -248,8 +248,8 @@ class Server:
     def stop(self, patience: float | None = None, *, quietly: bool = False) -> None:
         """Stop all threads; a thread inside a user's function ends when that returns.
 
-        ``patience`` is for the event loop, and again for the other threads. With ``quietly``,
-        functions that still run are logged at debug level: they had no time to end.
+        ``patience`` limits the wait for the event loop, and again that for the other threads.
+        ``quietly`` logs functions that still run at debug level: they had no time to end.
         """
         self.end(patience)
         if not self.pool.close(Deadline.of(patience, _STOP_PATIENCE, self.clock)):
@@ -272,7 +272,6 @@ class _Errand:
         self._do = do
 
     def run(self, worker: Worker | None) -> None:
-        """Run it, and log its exceptions."""
         try:
             self._do()
         except BaseException:  # a user's callback may raise anything
@@ -283,4 +282,4 @@ class _Errand:
         self.run(None)
 
     def finished(self, seconds: float) -> None:
-        """Ignore how long it took."""
+        pass
