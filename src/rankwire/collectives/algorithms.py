@@ -45,12 +45,12 @@ def split(array: Array, parts: int) -> list[Array]:
 
 
 def cut(array: Array, counts: Iterable[int]) -> list[Array]:
-    """Cut an array into parts of so many elements each."""
+    """Cut an array into parts with the given numbers of elements."""
     return [array[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def pad(array: Array, count: int) -> Array:
-    """Return the array extended to ``count`` elements with zeros; itself if it has as many."""
+    """Return the array, extended with zeros to ``count`` elements if it has fewer."""
     if array.size == count:
         return array
     longer = np.zeros(count, array.dtype)
@@ -68,16 +68,13 @@ def meet(x: Exchange) -> None:
 
 
 def meet_before_much(x: Exchange, nbytes: int) -> None:
-    """Meet if the message is large: a sender that blocks in it learns of no failure."""
+    """Meet if the message is large: a sender that blocks in it does not learn of failures."""
     if nbytes >= _MUCH:
         meet(x)
 
 
 def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
-    """Return the parts of all ranks, in log2(N) rounds that each send all parts known so far.
-
-    Bruck et al. 1997, for parts so small that the number of messages dominates.
-    """
+    """Return the parts of all ranks, in log2(N) rounds (Bruck et al. 1997): for small parts."""
     rows = np.empty((x.size, own.size), own.dtype)
     rows[0] = own
     have, step = 1, _GATHER
@@ -94,10 +91,7 @@ def all_gather_by_doubling(x: Exchange, own: Array) -> list[Array]:
 def all_gather_directly(
     x: Exchange, own: Array, parts: Sequence[Array], *, has_met: bool = False
 ) -> None:
-    """Fill the parts of all ranks: each rank sends its own to every other one.
-
-    ``has_met`` says that all ranks are known to be in the operation.
-    """
+    """Fill the parts of all ranks by direct messages; ``has_met`` says that all are in it."""
     step = _SPREAD if has_met else _GATHER
     arriving = _expect_much(x, step, parts)
     if not has_met:
@@ -239,8 +233,8 @@ def all_reduce_by_gathering(x: Exchange, source: Array, out: Array, r: Reduction
 def all_reduce_directly(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Reduce one part on each rank, then gather all parts everywhere.
 
-    As few bytes as a ring, without its chain of waits. On one host every rank reads the others'
-    memory block by block and reduces in the cache.
+    This sends as few bytes as a ring, without its chain of waits. On one host every rank reads the
+    others' memory block by block and reduces in the cache.
     """
     parts = split(out, x.size)
     own = parts[x.rank]
@@ -281,8 +275,8 @@ def _fold_blocks(
 def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Exchange totals with ever more distant partners, in log2(N) rounds of the whole array.
 
-    Recursive doubling, in the order of the tree. Ranks beyond the largest power of two send their
-    contribution to a partner and get the result from it. For medium arrays among many ranks.
+    Recursive doubling, in the order of the tree, for medium arrays among many ranks. Ranks beyond
+    the largest power of two send their contribution to a partner and get the result from it.
     """
     inner = 1 << (x.size.bit_length() - 1)
     extra = x.size - inner

@@ -2,13 +2,13 @@
 
 One thread at a time is the *runner*: the group's worker thread, or a thread that waits for a
 ``Work`` and runs all operations up to it, because a change of threads takes longer than a small
-operation. A new operation wakes the worker, unless a waiting thread was faster last time: then the
-worker polls at intervals of 0.1 to 1 ms and runs operations older than 0.1 ms, because a wake-up
-would cost the waiting thread 40 us. It is woken again after it has found such an operation, or
-nothing new several times.
+operation. A new operation wakes the worker, unless a waiting thread was faster last time. Then the
+worker polls every 0.1 to 1 ms and runs operations older than 0.1 ms, because a wake-up would cost
+the waiting thread 40 us. It is woken again after it has found such an operation, or nothing new
+several times.
 
-After an interrupt a waiting thread gives up the role, and the worker, which no interrupt reaches,
-ends the operation that it had begun.
+An interrupted waiting thread gives up the role, and the worker, which no interrupt reaches, ends
+the operation that it had begun.
 
 Lock: ``_lock`` guards the queue, the role and the worker's sleep; no other lock is taken under it.
 """
@@ -34,10 +34,7 @@ _LOOKS = 3  # polls without a new operation, after which it is woken again
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One operation in the background. Used by the runner.
-
-    ``interrupt`` is the exception that made its runner leave before the end.
-    """
+    """One operation in the background. Used by the runner."""
 
     number: int
     steps: Callable[[], Any]
@@ -46,7 +43,7 @@ class Task:
     work: Work[Any]
     has_begun: bool = False
     is_over: bool = False
-    interrupt: BaseException = field(default_factory=KeyboardInterrupt)
+    interrupt: BaseException = field(default_factory=KeyboardInterrupt)  # made its runner leave
     _outcome: tuple[Any, BaseException | None] | None = None
 
     def due_in(self) -> float:
@@ -93,19 +90,16 @@ class _Visit:
 
 @dataclass(slots=True)
 class _Polls:
-    """Counts the polls of a worker without work, until it sleeps until it is woken.
-
-    Used under the lock of its background. ``left`` counts the polls without a new task.
-    """
+    """Counts the polls of a worker without work. Used under the lock of its background."""
 
     submitted: int
     clock: Clock
     idle: Deadline
     nap: float = _SOON / 2
-    left: int = 0
+    left: int = 0  # polls without a new task before the worker sleeps
 
     def are_over(self, submitted: int) -> bool:
-        """Count a poll; return whether there was no new task for so long that the worker ends."""
+        """Count a poll; return whether the worker must end after a long time without tasks."""
         if submitted != self.submitted:  # and a waiting thread was faster
             self.submitted, self.left = submitted, _LOOKS
             self.nap = min(2 * self.nap, _LONGEST_NAP)
@@ -156,7 +150,7 @@ class Background:
     def help(self, number: int, limit: Deadline | None) -> None:
         """Run all tasks up to a number in this thread, unless another thread is the runner.
 
-        It skips tasks whose own deadline is later than ``limit``. An interrupt in a task is raised.
+        Skip tasks whose own deadline is later than ``limit``. Raise an interrupt that ends a task.
         """
         runner = self._runner
         if type(runner) is _Visit and runner.thread == runtime.get_ident():
@@ -182,7 +176,7 @@ class Background:
             raise
 
     def hurry(self) -> None:
-        """Wake the worker at once: a thread waits that cannot run the queued tasks itself."""
+        """Wake the worker at once, for a waiting thread that cannot run the queued tasks itself."""
         with self._lock:
             if self._free_head() is not None:
                 self._rouse()
@@ -246,7 +240,7 @@ class Background:
             del task  # an idle thread would keep the result alive
 
     def _next(self, worker: runtime.Lock) -> Task | None:
-        """Wait for the next task and become its runner; return None if the worker is to end."""
+        """Wait for the next task and become its runner; return None if the worker must end."""
         polls = _Polls(self._submitted, self.clock, Deadline(_IDLE, self.clock))
         is_hasty = True
         while True:

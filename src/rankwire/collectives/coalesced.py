@@ -193,7 +193,7 @@ def _hand_out(joined: Array, flats: Sequence[Array]) -> None:
 def _bundles(
     operands: Sequence[Operand], *, by_dtype: bool = True, most: int | None = None
 ) -> list[list[int]]:
-    """Return the indices of the arrays that are sent together, at most ``most`` bytes at once."""
+    """Return the indices of the arrays that travel together, at most ``most`` bytes at once."""
     bundles: list[list[int]] = []
     open_bundles: dict[str, tuple[list[int], int]] = {}
     for index, value in enumerate(operands):

@@ -1,7 +1,7 @@
 """Exchange: the messages of one operation on one rank; all that an algorithm sees.
 
 It adds the operation's envelope to every message and lends large ones. While it waits it calls
-``look`` at intervals, with which the ``operation`` checks for failures of other ranks. Used by one
+``look`` at intervals, with which the ``operation`` checks for failures of other ranks. For one
 thread.
 """
 
@@ -32,9 +32,9 @@ Array = np.ndarray[Any, Any]
 
 # Seconds between two looks of a waiting rank for failures of other ranks.
 LOOK_EVERY = 0.05
-# It reports at the first look. The answer comes within 2 ms, so the next looks are sooner.
+# A rank reports at the first look. The answer comes within 2 ms, so the next looks are sooner.
 _LOOK_FOR_ANSWER = 0.01
-# Each so many ranks add 50 ms, at most half a second: many ranks rarely have a core each, and an
+# Each so many ranks add 50 ms, up to half a second: many ranks rarely have a core each, and an
 # operation that succeeds should not be reported.
 _MANY = 32
 _LONGEST_LOOK = 0.5
@@ -82,7 +82,7 @@ class Piece:
         return block
 
     def copy_into(self, out: Array) -> None:
-        """Copy all elements and release the sender; does nothing if they arrived in place."""
+        """Copy all elements, unless they arrived in place, and release the sender's memory."""
         copy_payload(self._payload, out.view(np.uint8).data)
         self.release()
 
@@ -101,13 +101,7 @@ class Arriving(NamedTuple):
 
 
 class Exchange(ABC):
-    """Send and receive, for one operation.
-
-    Attributes:
-        shared: The slots that all ranks share, if they do.
-        hosts: The hosts of the ranks, if there are several and each has slots.
-        offers: Sent messages whose memory must not change yet, with their receivers.
-    """
+    """Sends and receives, for one operation."""
 
     __slots__ = (
         "_backend",
@@ -132,24 +126,25 @@ class Exchange(ABC):
         self.rank = rank
         self.size = len(world)
         self.tag = 0
-        self.shared: SharedSlots | None = None
-        self.hosts: Hosts | None = None
+        self.shared: SharedSlots | None = None  # the slots that all ranks share
+        self.hosts: Hosts | None = None  # if there are several, and each has slots
         self.deadline = self._next_look = AT_ONCE  # _next_look is set when it first waits
         self._looks = 0
+        # Receivers and messages, whose memory must not change yet.
         self.offers: list[tuple[int, SendHandle]] = []
         self.expected: list[ReceiveHandle] = []
 
     @abstractmethod
     def look(self, src: int) -> None:
-        """Raise if the operation cannot succeed. Called at intervals while this rank waits."""
+        """Raise if the operation cannot succeed. A waiting rank calls this at intervals."""
 
     @abstractmethod
     def too_late(self, src: int) -> DeadlineExceededError:
-        """Return the error of an operation whose time is up while it waits for a rank."""
+        """Return the error of an operation that times out while it waits for a rank."""
 
     @property
     def others(self) -> list[int]:
-        """All other ranks, from the next one on: not every rank begins with rank 0."""
+        """All other ranks, from the next one on, so that not every rank begins with rank 0."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @property
@@ -192,7 +187,7 @@ class Exchange(ABC):
             self.offers.append((self.in_group(dst), offer))
 
     def receive(self, src: int, step: int, nbytes: int | None = None) -> Payload:
-        """Return what a rank sent in a step."""
+        """Return the payload that a rank sent in a step."""
         envelope = (self._backend.group, _CHANNEL, self.tag + step)
         patience = self.next_look()
         while True:
@@ -212,8 +207,8 @@ class Exchange(ABC):
     def sleeps(self, sleeps_until: Callable[[Deadline], bool]) -> bool:
         """Sleep where no message wakes this rank, and read messages at intervals.
 
-        ``sleeps_until`` sleeps until a deadline, and returns False then or if there is news.
-        Returns its result, or False when it is time to look up.
+        ``sleeps_until`` sleeps until a deadline, and returns False then or if there is news. Return
+        its result, or False when it is time to look up.
         """
         nap, lookout = _FIRST_NAP, self._backend.mesh.lookout
         while True:
@@ -227,7 +222,7 @@ class Exchange(ABC):
             nap = min(2.0 * nap, LOOK_EVERY)
 
     def look_up(self, src: int) -> None:
-        """Look up from waiting for a rank outside of messages; raise if that rank has left."""
+        """Look up while waiting for a rank outside of messages; raise if that rank has left."""
         self._look_up(src)
         failure = self._backend.failure_of(self.in_group(src))
         if failure is not None:
@@ -253,7 +248,7 @@ class Exchange(ABC):
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
         """Post a receive of an array into ``out``, so that it can arrive while this rank sends.
 
-        Only for messages that no rank sends before all ranks are known to be in the operation.
+        Only for messages that a rank sends after all ranks are known to be in the operation.
         """
         envelope = (self._backend.group, _CHANNEL, self.tag + step)
         into = Destination(out.view(np.uint8).data)
@@ -293,7 +288,7 @@ class Exchange(ABC):
         return Piece(self.receive(src, step, like.nbytes), like.dtype)
 
     def settle(self) -> None:
-        """Wait until all memory that was sent may be changed again."""
+        """Wait until the memory of all sent messages may change again."""
         for dst, offer in self.offers:
             while not offer.wait(self.next_look()):
                 self._look_up(dst)
@@ -301,7 +296,7 @@ class Exchange(ABC):
         self.offers.clear()
 
     def revoke(self) -> None:
-        """Withdraw what was sent and not read: the operation has failed."""
+        """Withdraw messages that were not read, because the operation has failed."""
         slots = self.shared if self.hosts is None else self.hosts.slots
         if slots is not None:
             slots.retract(self)

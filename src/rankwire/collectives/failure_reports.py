@@ -1,4 +1,4 @@
-"""Failure reports: what the ranks of a group report to each other, through the coordinator."""
+"""Failure reports: the reports of a group's ranks to each other, through the coordinator."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ class FailureReports:
     """The reports of other ranks on a group's operations. The base of ``OperationSequence``.
 
     ``_lock`` guards it together with the numbers and turns of the sequence.
-
-    Attributes:
-        epoch: The number after the last operation that failed here.
-        turn: The number of the operation that may run.
-        failures: The first report of each recent failure on another rank, by number.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -39,10 +34,10 @@ class FailureReports:
         self._ranks = {backend.world_rank_of(rank): rank for rank in range(backend.world_size)}
         self._members = backend.roll_members
         self.others = [rank for rank in range(backend.world_size) if rank != backend.rank]
-        self.epoch = 0
-        self.turn = 0
+        self.epoch = 0  # the number after the last operation that failed here
+        self.turn = 0  # the number of the operation that may run
         self._lock = runtime.Lock()
-        self.failures: dict[int, Notice] = {}
+        self.failures: dict[int, Notice] = {}  # the first report of each recent failure, by number
         self._missing: tuple[int, tuple[int, ...]] = (-1, ())  # number, ranks
         self._others_tags: dict[int, set[int]] = {}  # of operations that have not failed here
         self._over: set[int] = set()  # operations that have failed here
@@ -95,7 +90,7 @@ class FailureReports:
         return {tag_of(text, notice.sequence, notice.epoch) for text in descriptions}
 
     def tags_at(self, sequence: int) -> set[int]:
-        """Return the tags of others' messages for a failed operation; later ones are refused."""
+        """Return the tags of others' messages for a failed operation; refuse later ones."""
         with self._lock:
             self._over.add(sequence)
             while len(self._over) > _MOST_OVER:
@@ -105,8 +100,8 @@ class FailureReports:
     def failure_of(self, sequence: int) -> RankwireError | None:
         """Return why an operation cannot succeed, if another rank has reported it.
 
-        That rank has failed in this operation, or in an earlier one whose part this rank had
-        completed. Then the other ranks do not know yet that this one fails too.
+        That rank failed in this operation, or in an earlier one whose part this rank had completed;
+        then the other ranks do not know yet that this one fails too.
         """
         error: RankwireError | None = None
         with self._lock:
@@ -148,7 +143,7 @@ class FailureReports:
 
     @property
     def keeper(self) -> int | None:
-        """The rank of this group that coordinates the world, if it is in this group."""
+        """The group rank of the coordinating rank, if it is in this group."""
         return self._ranks.get(self._roll.keeper) if self._roll.is_kept else None
 
     def has_heard_last_of(self, rank: int) -> bool:
@@ -169,7 +164,7 @@ def _root_of(backend: Backend, peer: int | None) -> int | None:
 def error_of(
     notice: Notice, sender: int, rank: int = -1, *, is_news: bool = False
 ) -> RankwireError:
-    """Return the error that the other ranks raise for the report of a rank's error.
+    """Return the error that the other ranks raise for a rank's report of an error.
 
     ``is_news`` says that the operation had succeeded on ``rank``.
     """
@@ -195,7 +190,7 @@ def error_of(
 def failure_notice(
     waiting: Notice, rank: int, error: BaseException, *, refused: bool = False
 ) -> Notice:
-    """Return the report of a rank's error, made from the notice that it sends while it waits."""
+    """Return the report of a rank's error, made from the notice of its wait."""
     state, culprit = "refused" if refused else "failed", rank
     text = error.message if isinstance(error, RankwireError) else repr(error)
     if isinstance(error, CollectiveMismatchError):

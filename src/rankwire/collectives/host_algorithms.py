@@ -1,8 +1,8 @@
 """Algorithms over several hosts: shared memory inside each host, messages between hosts.
 
-Up: the ranks of a host write their slots and meet. Across: the leaders of all hosts exchange what
-their hosts have, with functions that the caller has chosen. Down: each leader writes the result to
-its slot, and the ranks of its host meet again. So no rank writes to the user's memory or returns
+Up: the ranks of a host write their slots and meet. Across: the leaders of all hosts exchange the
+data of their hosts, with functions that the caller has chosen. Down: each leader writes the result
+to its slot, and the ranks of its host meet again. So no rank writes to the user's memory or returns
 before all ranks are known to be in the same operation. Larger arrays go through in pieces, of the
 same size on all hosts. Reductions combine the ranks of a host, then the hosts, each in order.
 """
@@ -194,8 +194,7 @@ def _lead_to(
 ) -> tuple[SubExchange, SubExchange | None, int, int]:
     """Return the exchange inside this host and, if this rank leads it, that across leaders.
 
-    Also the root's rank in the latter, whose host it leads; and that of this host's leader in the
-    former.
+    Also return the root's rank across leaders, and the rank of this host's leader inside it.
     """
     leaders = hosts.leaders(root)
     place = hosts.groups[hosts.here].index(leaders[hosts.here])

@@ -3,8 +3,8 @@
 The codec is safe: decoding runs no code from the message. Values may differ in size and type
 between ranks. As with arrays, all ranks call the same functions in the same order.
 
-If one of this rank's values cannot be encoded, what codec hooks did for the others is undone. It is
-not undone if the collective fails later, because some ranks may have received the value by then.
+If one of this rank's values cannot be encoded, codec hooks undo their work for the others. They do
+not if the collective fails later, because some ranks may have received the value by then.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def all_to_all_object(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Send item i to rank i, and return the list of what all ranks sent to this one."""
+    """Send item i to rank i, and return the list of the items from all ranks."""
     codec = _check_codec(backend, codec)
     encoded = _encode_all(backend, codec, values)
 

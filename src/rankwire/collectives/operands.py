@@ -4,7 +4,7 @@ A tensor is used as an array on its memory (``codec.tensors``). torch is importe
 of a scattered tensor.
 
 A root scatters each part as a message that describes itself, because the other ranks need not know
-what they will get. Layout, little-endian::
+its dtype and shape. Layout, little-endian::
 
     u32 length of the description | description | padding | elements, from a multiple of 64 on
 
@@ -45,12 +45,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Operand:
-    """One array or tensor: the user's ``value``.
-
-    Attributes:
-        array: An array on its memory; of integers if numpy does not have the dtype.
-        is_opaque: Whether the elements can be moved but not reduced.
-    """
+    """One array or tensor: the user's ``value``."""
 
     __slots__ = ("array", "dtype_name", "has_gaps", "is_bfloat16", "is_opaque", "shape", "value")
 
@@ -58,11 +53,11 @@ class Operand:
         self, value: Any, array: Array, dtype_name: str, *, is_opaque: bool = False
     ) -> None:
         self.value = value
-        self.array = array
+        self.array = array  # on the memory of ``value``; of integers if numpy lacks the dtype
         self.dtype_name = dtype_name
         self.shape = array.shape
         self.is_bfloat16 = dtype_name == "bfloat16"
-        self.is_opaque = is_opaque
+        self.is_opaque = is_opaque  # whether the elements can be moved but not reduced
         self.has_gaps = not array.flags.c_contiguous
 
     @property
@@ -152,7 +147,7 @@ def kinds_of(operands: Sequence[Operand]) -> tuple[tuple[str, tuple[int, ...]], 
 
 
 def copy_if_shared(own: Array, target: Operand) -> Array:
-    """Return the array to send: a copy, if the result may overwrite it while others read it."""
+    """Return the array to send: a copy if the result may overwrite it while others read it."""
     return own.copy() if np.may_share_memory(own, target.array) else own
 
 
@@ -239,7 +234,7 @@ def _head_of(part: ScatteredPart) -> bytes:
 def unpack_part(payload: Payload, out: Operand | None) -> Any:
     """Return the array or tensor of a message, in ``out`` if that is given.
 
-    Raises InvalidMessageError, or ConfigurationError if ``out`` has another dtype or shape.
+    Raise InvalidMessageError, or ConfigurationError if ``out`` has another dtype or shape.
     """
     try:
         return _unpack_part(payload, out)

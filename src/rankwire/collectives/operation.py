@@ -1,8 +1,8 @@
 """Operation: one collective on one rank, from its turn to its end.
 
 It runs the steps, checks for failures of other ranks while they wait, and reports its own errors to
-the coordinator. Numbers, turns and received notices belong to ``sequence``. Used by the thread that
-runs the operation.
+the coordinator. The ``sequence`` has the numbers, turns and received notices. Used by the thread
+that runs the operation.
 """
 
 from __future__ import annotations
@@ -39,19 +39,14 @@ _CAUSE_PATIENCE = 1.0  # seconds for the report of a rank that has withdrawn its
 # Seconds for the coordinator to pass on a rank's last report; it takes milliseconds.
 _FAREWELL_PATIENCE = 1.0
 _HEARING_PAUSE = 0.002
-_ASK_BEFORE = 3.5 * LOOK_EVERY  # seconds before the deadline at which a rank asks who is missing
+_ASK_BEFORE = 3.5 * LOOK_EVERY  # seconds before the deadline to ask which ranks are missing
 _ANSWER_PATIENCE = 0.5  # seconds after the deadline for the answer; mostly it is there before
 # How many of the waiting ranks ask a missing one what it is doing: each dials it.
 _MOST_ASKING = 8
 
 
 class Operation(Exchange):
-    """One operation on one rank; ``description`` is the same text on all ranks.
-
-    Attributes:
-        sequence: Its number in the group; None before it has one.
-        has_begun: Whether its arguments are valid.
-    """
+    """One operation on one rank; ``description`` is the same text on all ranks."""
 
     __slots__ = (
         "_epoch",
@@ -70,12 +65,12 @@ class Operation(Exchange):
         Exchange.__init__(self, backend, backend.rank, backend.world)
         self._operations = operations
         self.description = description
-        self.has_begun = False
-        self.sequence: int | None = None
+        self.has_begun = False  # whether its arguments are valid
+        self.sequence: int | None = None  # its number in the group, once it has one
         self.has_succeeded = False
         self._epoch = operations.epoch  # final once its turn has come
         self._has_reported = False  # to the coordinator, that it waits
-        self._has_asked = False  # the coordinator, who is missing
+        self._has_asked = False  # the coordinator, which ranks are missing
         self._tags: list[int] = []
 
     def run_and_end(self, run: Callable[[Operation], T]) -> T:
@@ -126,7 +121,7 @@ class Operation(Exchange):
         self._raise_if_failed()
 
     def begin_part(self, part: int) -> None:
-        """Use another tag from now on, so that steps may be repeated."""
+        """Use another tag from now on, so that the operation may repeat steps."""
         self._tags.append(tag_of(f"{self.description} part {part}", self._number, self._epoch))
         self.tag = self._tags[-1]
 
@@ -158,7 +153,7 @@ class Operation(Exchange):
             refused = not self.has_begun
             operations.report(failure_notice(self._waiting(), self.rank, error, refused=refused))
         operations.note_failure(self._number, error)
-        # A rank that knew of an earlier failure before this one did has sent under a later epoch.
+        # A rank that knew of an earlier failure before this rank did has sent under a later epoch.
         ahead = tag_of(self.description, self._number, self._number)
         for tag in {*self._tags, ahead, *operations.tags_at(self._number)}:
             backend.messages.refuse((backend.group, Channel.COLLECTIVE, tag))
@@ -169,7 +164,7 @@ class Operation(Exchange):
         return error
 
     def _cause_of(self, error: BaseException) -> BaseException:
-        """Return the failure of another rank that led to an error, or the error itself."""
+        """Return another rank's failure that led to an error, or the error itself."""
         if isinstance(error, RankwireError):
             error = self._backend.adopted(None, error)
         if isinstance(error, MessageWithdrawnError):
@@ -261,7 +256,7 @@ class Operation(Exchange):
 
     @override
     def too_late(self, src: int) -> DeadlineExceededError:
-        # Ranks that have sent something count as missing too: a rank may stop half-way.
+        # Ranks that have sent a message count as missing too: a rank may stop half-way.
         operations, limit = self._operations, self.deadline.limit
         missing, detail = self._await_answer(), ""
         if missing is None and self._has_asked and operations.keeper in operations.others:
@@ -272,7 +267,7 @@ class Operation(Exchange):
         error.culprits = [operations.backend.world_rank_of(rank) for rank in error.waiting_for]
         here = self.rank - sum(rank < self.rank for rank in missing)
         if here >= _MOST_ASKING:
-            error.during(op=self.description)  # has context, so nothing asks what they are doing
+            error.during(op=self.description)  # has context, so this rank does not ask them
         return error
 
     def _await_answer(self) -> list[int] | None:

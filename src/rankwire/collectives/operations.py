@@ -4,7 +4,7 @@ All ranks of the backend must call the same functions in the same order with mat
 Otherwise all of them raise ``CollectiveMismatchError``. If a rank's arguments are invalid, the
 other ranks raise ``CollectiveAbortedError``.
 
-Arrays are numpy arrays or dense torch tensors on the CPU; a result has the kind that was passed.
+Arrays are numpy arrays or dense torch tensors on the CPU; a result is of the kind of the argument.
 Until an operation in the background is done, do not change its arrays or read its result. Every
 function is safe from any thread.
 """
@@ -177,7 +177,7 @@ def gather(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Return what ``all_gather`` returns at the root, and None elsewhere.
+    """Return the arrays of all ranks at the root, joined as by ``all_gather``; None elsewhere.
 
     All arrays have one dtype and shape, even if ``out`` at the root is a list of N arrays.
     """

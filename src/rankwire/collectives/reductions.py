@@ -28,7 +28,7 @@ _NO_ORDER = "complex numbers have no order"
 _NO_MEAN = "the mean of whole numbers is not one; convert to a float first, or use sum"
 _NO_BITS = "it is for whole numbers and bool"
 _NO_NUMBERS = "it is for numbers"
-# For each op: the function, the kinds of dtypes it supports, and why not others.
+# For each op: the function, the kinds of dtypes that it supports, and why not others.
 _OPS: dict[str, tuple[np.ufunc, str, str]] = {
     "sum": (np.add, _NUMBERS, _NO_NUMBERS),
     "mean": (np.add, "fc", _NO_MEAN),
@@ -76,7 +76,7 @@ class Reduction:
             self._widen, self._narrow = from_float16, to_float16
 
     def contribution(self, own: Array) -> Array:
-        """Return this rank's contribution; for most ops the array itself."""
+        """Return this rank's contribution, for most ops the array itself."""
         return own
 
     def fold(
@@ -140,7 +140,7 @@ class Reduction:
             self._narrow(total, out)
 
     def merge(self, total: Array, piece: Array) -> None:
-        """Add a contribution to a total, in place. Not for types that are added up wider."""
+        """Add a contribution to a total, in place. Not for types that need a wider one."""
         assert self._widen is None
         quietly(self._ufunc, total, piece, out=total)
 
@@ -312,7 +312,7 @@ def _narrow_by_torch(wide: Array, out: Array) -> bool:
 def add_by_torch(first: Array, second: Array, out: Array) -> list[slice] | None:
     """Add two arrays of float16, or of bfloat16 as int16, into ``out``, which may be one of them.
 
-    Returns the slices that were skipped because of NaNs; None if torch cannot add these.
+    Return the slices that were skipped because of NaNs; None if torch cannot add these arrays.
     """
     if not (_can_torch(first) and _can_torch(second) and _can_torch(out)):
         return None

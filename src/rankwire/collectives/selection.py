@@ -1,6 +1,6 @@
 """Selection: which algorithm for which size and number of ranks.
 
-All ranks decide alike, from what all know. The limits were measured on one host
+All ranks decide alike, from data that all have. The limits were measured on one host
 (``docs/collective-algorithms.md``); between hosts the number of messages and bytes decides.
 """
 
@@ -97,7 +97,7 @@ def all_gather(x: Exchange, own: Array, out: Array) -> None:
 
 
 def all_gather_parts(x: Exchange, own: Array, parts: Sequence[Array]) -> None:
-    """Fill the parts of all ranks, which may differ in size and lie anywhere in memory."""
+    """Fill the parts of all ranks, of any sizes and anywhere in memory."""
     longest = max(part.size for part in parts)
     most = longest * own.itemsize
     if x.shared is not None and most <= x.shared.slot_nbytes:
@@ -119,7 +119,7 @@ def gather(x: Exchange, own: Array, out: Array | None, root: int) -> None:
 
 
 def gather_parts(x: Exchange, own: Array, parts: Sequence[Array] | None, root: int) -> None:
-    """Fill the parts of all ranks, of one size and anywhere in memory, at the root."""
+    """Fill the parts of all ranks at the root, of one size and anywhere in memory."""
     if x.shared is not None and own.nbytes <= x.shared.slot_nbytes:
         slot_algorithms.gather_parts(x, x.shared, own, parts, own.size)
         return
@@ -168,7 +168,7 @@ def all_to_all_parts(
 ) -> None:
     """Send part i to rank i, once all ranks have agreed on all sizes.
 
-    From all ranks' tables, ``check`` returns how many bytes each rank sends to each, or raises.
+    ``check`` returns how many bytes each rank sends to each, given all tables, or raises.
     """
     if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
         found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)
@@ -202,7 +202,7 @@ def spread(x: Exchange, message: Message) -> list[bytearray] | None:
 
 
 def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | None:
-    """Meet, and return what each rank has for this one; None if it is to be received.
+    """Meet, and return each rank's payload for this one, or None if it must be received.
 
     ``messages`` has one for each rank, or is empty if this rank sends nothing.
     """
@@ -218,7 +218,7 @@ def distribute(x: Exchange, messages: Sequence[Message]) -> list[bytearray] | No
 
 
 def payload_from(x: Exchange, src: int, found: Sequence[bytearray] | None) -> Payload:
-    """Return what a rank has for this one, after ``spread`` or ``distribute``; else receive it."""
+    """Return a rank's payload for this one from ``spread`` or ``distribute``, or receive it."""
     return x.receive(src, algorithms.SPREAD_STEP) if found is None else found[src]
 
 

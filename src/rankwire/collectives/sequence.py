@@ -3,12 +3,12 @@
 Operations run one at a time in the order of their numbers, in any thread. A successful one sends
 only its own messages. A rank that has waited for 50 ms reports its operation to the coordinator,
 then checks every 50 ms for notices (``rendezvous.roll``): ranks are missing, have failed or are in
-another operation. A call with invalid arguments gets a number as well, because the other ranks have
-called it too.
+another operation. A call with invalid arguments gets a number too, because the other ranks have
+called it as well.
 
 A rank may learn of a failure after it has completed its own part. The ranks that know use a later
-*epoch*, and messages of different epochs do not match, so the next operation fails on all ranks.
-Then all are in one epoch again.
+*epoch*, and messages of different epochs do not match, so the next operation fails on all ranks and
+puts them into one epoch again.
 
 Locks: ``_lock`` guards numbers, turns and notices, and is held briefly. Only the lock of
 ``Background`` is taken under it, so that work is queued in the order of its numbers.
@@ -49,26 +49,19 @@ _OF_ANOTHER_RANK = (PeerLostError, ChannelClosedError, CollectiveAbortedError)
 
 
 class OperationSequence(FailureReports):
-    """The collectives of one backend, on one rank. Safe from any thread.
-
-    Attributes:
-        agreement: The memory that the ranks share. Only for the operation that has its turn.
-        running: The operation that has its turn, while it runs.
-        before: Number and description of the last operations that succeeded here.
-        explained: Ranks that have left or died, and whose reasons this rank has waited for.
-    """
+    """The collectives of one backend, on one rank. Safe from any thread."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.agreement = SlotAgreement(backend)
+        self.agreement = SlotAgreement(backend)  # only for the operation that has its turn
         self._next = 0  # the number of the next operation to begin
-        self.running: Operation | None = None
+        self.running: Operation | None = None  # the operation that has its turn
         self._turn_changed = runtime.Condition(self._lock)
         self._ended: set[int] = set()  # numbers that ended before their turn
         # Since the last success; and the number after the operations queued behind it.
         self._first_failure: tuple[RankwireError | None, int] | None = None
-        self.explained: set[int | None] = set()
-        self.before: deque[tuple[int, str]] = deque(maxlen=MOST_BEFORE)
+        self.explained: set[int | None] = set()  # gone ranks whose reasons this rank has awaited
+        self.before: deque[tuple[int, str]] = deque(maxlen=MOST_BEFORE)  # the last successes
         self._background = Background(f"rankwire-collectives-{backend.rank}", backend.clock)
 
     @classmethod
@@ -82,7 +75,7 @@ class OperationSequence(FailureReports):
     def call(self, name: str, prepare: Callable[..., Plan], *args: Any, **kwargs: Any) -> Any:
         """Run the next operation of the group, here or in the background (``async_op=True``).
 
-        ``prepare`` checks the arguments and returns the plan. Returns the result, or its ``Work``.
+        ``prepare`` checks the arguments and returns the plan. Return the result, or its ``Work``.
         """
         async_op = kwargs.get("async_op", False)
         over = self.backend.broken
@@ -194,7 +187,7 @@ class OperationSequence(FailureReports):
             self._first_failure = first, self._next
 
     def first_failure(self, sequence: int) -> RankwireError | None:
-        """Return the failure of another rank behind which an operation was queued, if any."""
+        """Return another rank's failure behind which an operation was queued, if any."""
         first, end = self._first_failure or (None, 0)
         return first.copy() if first is not None and sequence < end else None
 

@@ -4,9 +4,9 @@ One rank per host, the *leader*, exchanges messages with the leaders of other ho
 of the host, or the root of an operation. Hosts are in the order of their lowest ranks.
 
 The first operation of a group, and the first after a failure, agree on a new segment
-(``Segment``), whatever an interrupted rank has left in the old one. Then every rank writes its
-slot and waits until all others have published theirs under the same tag. In a group over several
-hosts either all hosts use their segments or none does.
+(``Segment``), because an interrupted rank may leave the old one in any state. Then every rank
+writes its slot and waits until all others have published theirs under the same tag. In a group over
+several hosts either all hosts use their segments or none does.
 
 Used by the thread whose operation has its turn.
 """
@@ -36,25 +36,18 @@ _HURRY = 0.001  # seconds between two checks of a rank that is in another operat
 
 
 class Hosts:
-    """The hosts of a group, as one of its ranks sees them.
-
-    Attributes:
-        groups: The ranks of each host.
-        here: The index of this rank's host in ``groups``.
-        place: The index of this rank in the group of its host; 0 is the leader.
-        slot_nbytes: The largest message that fits into a slot on every host.
-    """
+    """The hosts of a group, as one of its ranks sees them."""
 
     def __init__(self, hosts: Sequence[object], rank: int) -> None:
         groups: dict[object, list[int]] = {}
         for at, host in enumerate(hosts):
             groups.setdefault(host, []).append(at)
-        self.groups = list(groups.values())
+        self.groups = list(groups.values())  # the ranks of each host
         local = groups[hosts[rank]]
-        self.here = self.groups.index(local)
-        self.place = local.index(rank)
+        self.here = self.groups.index(local)  # the index of this rank's host in ``groups``
+        self.place = local.index(rank)  # the index of this rank in its host's group; 0 leads
         self.slots: SharedSlots | None = None
-        self.slot_nbytes = 0
+        self.slot_nbytes = 0  # the largest message that fits into a slot on every host
 
     def inside(self, x: Exchange) -> SubExchange:
         """Return an exchange among the ranks of this host."""
@@ -111,10 +104,7 @@ class SubExchange(Exchange):
 
 
 class SlotAgreement:
-    """What the ranks of a group share: slots on one host, or hosts with slots; None if nothing.
-
-    ``epoch`` is that of the agreement; -1 before it.
-    """
+    """The memory that a group's ranks share: slots on one host, or hosts with slots, or none."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -124,7 +114,7 @@ class SlotAgreement:
         """Release the memory: the group is closed, or agrees on a new segment."""
         self.slots: SharedSlots | None = None
         self.hosts: Hosts | None = None
-        self.epoch = -1
+        self.epoch = -1  # that of the agreement
 
     def agree(self, x: Exchange, epoch: int) -> None:
         """Agree with all ranks on the slots to use, in messages of the operation ``x``."""
@@ -160,7 +150,7 @@ def _offer_segment(
 ) -> tuple[SharedSegment | None, int]:
     """Create a segment and let the other ranks of this host open it.
 
-    Returns it and the slot size that all hosts can use, 0 if a host has no segment.
+    Return it and the slot size that all hosts can use, 0 if a host has no segment.
     """
     segments = backend.mesh.segments if backend.mesh.shares_memory else None
     segment = None if segments is None else segments.make(0, inside.size)
@@ -192,7 +182,7 @@ def _find_least(leaders: Exchange, number: int) -> int:
 
 
 def _open_segment(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, int]:
-    """Open the segment of the first rank of this host; return what ``_offer_segment`` returns."""
+    """Open the segment of this host's first rank; return the same as ``_offer_segment``."""
     offer = bytes(whole_of(inside.receive(0, _OFFER)))
     if not offer:
         return None, 0
@@ -221,7 +211,7 @@ class SharedSlots:
         return rows
 
     def put_buffers(self, x: Exchange, buffers: Sequence[Buffer], nbytes: int) -> list[Array]:
-        """Write bytes to this rank's slot and meet; if they do not fit, publish their number."""
+        """Write bytes to this rank's slot and meet; publish only their size if they do not fit."""
         rows = self.begin(x, np.dtype(np.uint8), self.slot_nbytes)
         if nbytes <= self.slot_nbytes:
             rows[x.rank][:nbytes] = np.frombuffer(b"".join(buffers), np.uint8)
@@ -259,7 +249,7 @@ class SharedSlots:
                     x.deadline.clock.sleep(_HURRY)
 
     def retract(self, x: Exchange) -> None:
-        """Withdraw what this rank published last: its operation has failed."""
+        """Withdraw this rank's last published slot, because its operation has failed."""
         self._segment.retract(x.tag)
 
     def sizes(self, x: Exchange) -> list[int]:

@@ -1,8 +1,8 @@
 """Collectives on parts of different sizes: lists of one array per rank, and all_to_all by counts.
 
 In ``all_gather`` and ``reduce_scatter`` the description contains all dtypes and shapes. In
-``all_to_all`` all ranks first exchange tables of what they send and expect. Either way all ranks
-find a disagreement before any element is written.
+``all_to_all`` all ranks first exchange tables of the sizes that they send and expect. Either way
+all ranks find a disagreement before any element is written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OWN = "the array of this rank"
 
 
 def is_list(value: object) -> bool:
-    """Whether an argument is a list of one array per rank, and not a single array."""
+    """Return whether an argument is a list of one array per rank, not a single array."""
     return isinstance(value, list | tuple)
 
 
@@ -126,7 +126,7 @@ def reduce_scatter(backend: Backend, arrays: Sequence[Any], op: Any, out: Any) -
 
 
 def all_to_all(backend: Backend, arrays: Sequence[Any], out: Any) -> Plan:
-    """Send array i to rank i, and fill ``out[i]`` with that of rank i."""
+    """Send array i to rank i, and fill ``out[i]`` with the array from rank i."""
     sources = operands_of(arrays, "array", backend.world_size)
     if not is_list(out):
         raise ConfigurationError(
@@ -192,10 +192,10 @@ def all_to_all_by_counts(
 
 
 def _check_tables(x: Exchange, tables: Sequence[Array], *, unit: str) -> list[list[int]]:
-    """Return how much each rank sends to each, if every receiver expects that; else raise.
+    """Return how much each rank sends to each; raise unless every receiver expects that.
 
-    A table has what a rank sends to each rank, then what it expects from each. An entry is a size,
-    alone or followed by a digest of dtype and shape.
+    A table lists the sizes that a rank sends to each rank, then those that it expects from each. An
+    entry is a size, alone or followed by a digest of dtype and shape.
     """
     said = np.concatenate(tables).reshape(x.size, 2, x.size, -1)
     sent, expected = said[:, 0], said[:, 1].swapaxes(0, 1)
@@ -220,7 +220,7 @@ def _digest_of(dtype_name: str, shape: tuple[int, ...]) -> int:
 def _bytes_to_send(
     source: Operand, targets: Sequence[Operand], same: Operand | None = None
 ) -> Array:
-    """Return the bytes of an operand: a copy, if a result may overwrite them while others read.
+    """Return the bytes of an operand: a copy if a result may overwrite them while others read.
 
     ``same`` is the target that gets these same bytes, and may be the source itself.
     """

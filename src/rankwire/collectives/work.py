@@ -28,7 +28,7 @@ _RUNNING, _FINISHED = "RUNNING", "FINISHED"  # names of the base class
 
 
 class _Group(Protocol):
-    """What a work needs from the queue of its group."""
+    """The queue of a work's group."""
 
     clock: Clock
 
@@ -83,7 +83,7 @@ class Work(PublicDir, Future[T]):
             raise error.during(op="wait", waited=timeout) from None
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the result or raise the error; raise ``TimeoutError`` if it is too late."""
+        """Return the result or raise the error; raise ``TimeoutError`` after ``timeout``."""
         self._await(timeout)
         return super().result(0)
 
@@ -114,7 +114,7 @@ class Work(PublicDir, Future[T]):
         """Call ``fn(self)`` when the operation is done; at once, in this thread, if it is already.
 
         Otherwise the group's callback thread calls it, in the order in which operations end.
-        Callbacks may begin operations of the group and wait for them. What they raise is logged.
+        Callbacks may begin operations of the group and wait for them. Their exceptions are logged.
         """
         with self._condition:
             if self._state != _FINISHED:
@@ -138,7 +138,7 @@ class Work(PublicDir, Future[T]):
             self._group.call_back(self)
 
     def call_back(self) -> None:
-        """Run its callbacks, each once. For one thread at a time."""
+        """Run the callbacks, each once. For one thread at a time."""
         while self._callbacks:
             callback = self._callbacks.pop(0)
             try:
@@ -147,7 +147,7 @@ class Work(PublicDir, Future[T]):
                 _log.exception("a callback of %r raised", self)
 
     def close_in_child(self) -> None:
-        """Make every use of it in a forked child an error: no thread will end it there."""
+        """Make every use of it in a forked child an error, because no thread will end it there."""
         invalidate(self)
 
     def __await__(self) -> Generator[Any, None, T]:
