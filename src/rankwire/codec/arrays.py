@@ -170,10 +170,7 @@ def check_strided(
 
 
 def scalar_parts(scalar: np.generic) -> list[Any] | None:
-    """Return a numpy scalar as a code and a plain value, or None if it cannot be sent.
-
-    Strings travel as text: an array of one would lose trailing zeros.
-    """
+    """Return a numpy scalar as code and value, or None; strings as text keep trailing zeros."""
     if type(scalar) is np.str_:
         return ["U", scalar[:]]
     if type(scalar) is np.bytes_:

@@ -174,7 +174,6 @@ class ClassTable:
             del self._by_class[former.cls], self._by_name[name]
 
 
-# The classes that ``message`` registers.
 SHARED = ClassTable()
 
 

@@ -217,11 +217,7 @@ class Codec(PublicDir):
         levels: int = 1,
         peer: int | None = None,
     ) -> tuple[Buffers, int]:
-        """Encode a list whose items have names in errors (``paths``), like :meth:`encode`.
-
-        The list does not count as a level of nesting; with ``levels`` 2, its containers do not
-        either.
-        """
+        """Encode a list with a path for each item; the outer ``levels`` do not count as nesting."""
         for item in record:
             kind = type(item)
             if not (kind in PLAIN or (kind in _CONTAINERS and not item) or is_flat(item)):
@@ -235,10 +231,7 @@ class Codec(PublicDir):
         )
 
     def encode_flat(self, record: Sequence[Any]) -> tuple[Buffers, int] | None:
-        """Encode a record whose items are plain or flat, as the caller has checked.
-
-        Return None if it must be walked instead: it holds a wide int or a lone surrogate.
-        """
+        """Encode a record of plain or flat items; None if it has a wide int or a lone surrogate."""
         try:
             head = _pack(record)
         except (*_NOT_PLAIN_AFTER_ALL, _TOO_LARGE):
@@ -329,7 +322,6 @@ class Codec(PublicDir):
 
 
 def _explained(error: BaseException, path: str, how_to_pickle: str) -> BaseException:
-    """Return the error to raise after an exception in a walk that began at ``path``."""
     if isinstance(error, Refusal):
         path += "".join(reversed(error.trail))
         advice = error.advice.replace(HOW_TO_PICKLE, how_to_pickle)
@@ -344,7 +336,6 @@ def _explained(error: BaseException, path: str, how_to_pickle: str) -> BaseExcep
 
 
 def _join(head: bytes, buffers: Iterable[bytes | memoryview]) -> tuple[Buffers, int]:
-    """Return the parts of a payload to send, and the sum of their lengths."""
     if len(head) > _MAX_HEAD_NBYTES:
         raise MessageTooLargeError(len(head), _MAX_HEAD_NBYTES)
     prefix = _PREFIX(len(head))

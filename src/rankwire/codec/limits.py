@@ -229,7 +229,6 @@ def _int_weight(value: int) -> int:
 
 
 def _groups(keys: Sequence[Any]) -> Iterable[list[Any]]:
-    """Return the groups of keys that share a hash."""
     hashes = list(map(hash, keys))
     if len(set(hashes)) == len(keys):
         return ()
@@ -287,10 +286,7 @@ def _check(hashes: _Hashes, size: int, *, neighbours: int) -> None:
 
 
 class _Table:
-    """The key in each slot, and the slot that each key probes next.
-
-    A set probes the neighbours of a slot before it goes on, if there are enough of them.
-    """
+    """The key in each slot, and the slot that each key probes next: for sets, its neighbours."""
 
     def __init__(self, hashes: _Hashes, size: int, neighbours: int) -> None:
         self._mask = np.uint64(size - 1)
@@ -333,10 +329,7 @@ def may_hold_wide_maps(payload: bytearray, end: int) -> bool:
 
 
 def refuse_wide_maps(body: memoryview) -> None:
-    """Refuse msgpack that holds a map of more than 15 entries, unless it is too short to matter.
-
-    The bodies of extensions are skipped; call this for each body that is msgpack.
-    """
+    """Refuse msgpack with a map of more than 15 entries, except in extensions or short bodies."""
     if len(body) <= MIN_SCANNED_NBYTES:
         return
     position = 0
@@ -348,10 +341,7 @@ def refuse_wide_maps(body: memoryview) -> None:
 
 
 def refuse_extensions_as_keys(body: memoryview) -> None:
-    """Refuse msgpack in which an extension is the key of a native map.
-
-    It is decoded once more, with a list in place of each extension: a list cannot be a key.
-    """
+    """Refuse extensions as keys of native maps: it decodes them as lists, which cannot be keys."""
     try:
         msgspec.msgpack.decode(body, ext_hook=lambda code, body: [])
     except msgspec.DecodeError as error:

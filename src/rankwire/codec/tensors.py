@@ -56,10 +56,7 @@ def is_parameter(tensor: Any) -> bool:
 
 
 def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
-    """Return advice for a tensor that cannot be sent as it is, or None if it can.
-
-    With ``any_dtype``, elements of any dtype are sent as bytes.
-    """
+    """Return advice for a tensor that cannot be sent, or None; ``any_dtype`` allows all dtypes."""
     torch = sys.modules["torch"]
     if not tensor.is_cpu:
         return f"It is on {tensor.device}: call .cpu() first."
@@ -75,10 +72,7 @@ def advice_for(tensor: Any, *, any_dtype: bool = False) -> str | None:
 
 
 def tensor_body(tensor: Any, *first: bool) -> tuple[bytes, memoryview]:
-    """Return the description of a tensor, after ``first``, and its memory or a copy.
-
-    Raise ``UnsupportedTypeError`` if its memory has been freed.
-    """
+    """Return a tensor's description, after ``first``, and its bytes; raise if they were freed."""
     carrier, name, _ = carrier_of(tensor.dtype)
     elements = bytes_of(tensor) if _IS_LITTLE_ENDIAN else None
     if elements is None:
@@ -190,10 +184,9 @@ _NUMBERS = "biufc"  # the kinds of dtypes that numpy and torch share
 
 @lru_cache(maxsize=256)
 def carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
-    """Return numpy's dtype for the elements of a torch dtype, and the torch dtype's name.
+    """Return numpy's dtype for the elements of a torch dtype, torch's name, and if it is opaque.
 
-    Where numpy has no such dtype, it is an int of the same size; the last item is whether the
-    elements can only be moved.
+    If numpy lacks the dtype, it is an int of the same size; opaque elements can only be moved.
     """
     name = str(dtype).removeprefix("torch.")
     try:
@@ -208,8 +201,7 @@ def carrier_of(dtype: Any) -> tuple[np.dtype[Any], str, bool]:
 def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
     """Return an array on the memory of a dense tensor of the CPU; None if its memory is too small.
 
-    Lazy views are not resolved. The array is read-only if elements share memory, as in an expanded
-    tensor.
+    Lazy views are not resolved. An expanded tensor gives a read-only array.
     """
     shape, reach = tuple(tensor.shape), tensor.numel()
     if not reach:  # it need not have an address

@@ -103,10 +103,7 @@ class Reader:
         return items
 
     def refuse_odd_keys(self) -> None:
-        """Refuse native maps with extensions as keys in all bodies that are being decoded.
-
-        No writer makes them, and msgspec would compare such keys without a check.
-        """
+        """Refuse extensions as keys in all open bodies: msgspec compares them without a check."""
         while self._open:
             limits.refuse_extensions_as_keys(self._open.pop())
 
