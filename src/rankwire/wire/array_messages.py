@@ -55,10 +55,9 @@ class ArrayMessage(NamedTuple):
 
 
 def pack_array(value: Any) -> tuple[list[Buffer], int]:
-    """Return the buffers of the message that carries an array, and their total size.
+    """Return the buffers of an array's message, which may be its own memory, and their size.
 
-    The elements are the caller's memory, or a copy if the array has gaps. Raise
-    ``UnsupportedTypeError`` for anything else than an array or tensor that can be sent.
+    Raise ``UnsupportedTypeError`` for a value that cannot be sent.
     """
     if is_plain_array(value):
         kind, body = _ARRAY, array_body(value)

@@ -172,16 +172,13 @@ class Key(NamedTuple):
 
 
 class Question(msgspec.Struct, frozen=True, tag="question", omit_defaults=True):
-    """Asks a rank what it is doing, directly or through the coordinator.
-
-    ``calls`` are the calls to describe; if empty, the calls in service are listed.
-    """
+    """Asks a rank what it is doing, directly or through the coordinator."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]  # chosen by the asker; the answer repeats it
     rank: int  # the rank that is asked
     asker: int = -1  # the rank that asks, set by the receiver; -1 for the launcher's summary
     service: Annotated[int, msgspec.Meta(ge=0)] = 0  # the agent that serves ``calls``
-    calls: tuple[Key, ...] = ()
+    calls: tuple[Key, ...] = ()  # to describe; if empty, the calls in service are listed
     wants_stacks: bool = False  # whether the answer includes whole stacks
 
 

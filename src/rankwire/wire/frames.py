@@ -30,10 +30,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class UnreadPayload(Protocol):
-    """A received payload that is not in the receiver's own memory yet. Safe from any thread.
-
-    The receiver reads all or parts of it, and then releases it.
-    """
+    """A received payload that is not in the receiver's memory yet. Safe from any thread."""
 
     # Translates the ranks in an error to the numbers of a group; set by the receiver.
     translate: Callable[[RankwireError], None] | None

@@ -65,7 +65,6 @@ class Purpose(IntEnum):
     INQUIRY = 5  # asks what a rank is doing, if the coordinator does not pass that on
 
 
-# The purposes of connections between two ranks of a formed world.
 BETWEEN_RANKS = frozenset({Purpose.MESSAGES, Purpose.CALLS, Purpose.INQUIRY})
 
 
@@ -224,10 +223,7 @@ class Initiator:
         return hmac.digest(self._key, b"I" + self._transcript, sha256)
 
     def finish(self, verdict: bytes) -> None:
-        """Consume VERDICT; raise ``refusal`` unless the listener accepts this end.
-
-        Raise ``AuthenticationError`` if either end does not have the key.
-        """
+        """Consume VERDICT; raise ``refusal`` or ``AuthenticationError`` unless it is a welcome."""
         status, mac = _VERDICT.unpack(verdict)
         expected = hmac.digest(self._key, b"R" + self._transcript + verdict[:8], sha256)
         if not hmac.compare_digest(mac, expected):
@@ -249,10 +245,7 @@ class Initiator:
 
 
 class Responder:
-    """The listening end. Call ``challenge``, ``verify``, ``verdict`` and ``seals`` in this order.
-
-    ``key`` may be a function that returns the key for a HELLO.
-    """
+    """The listening end. Call ``challenge``, ``verify``, ``verdict``, ``seals`` in this order."""
 
     def __init__(
         self, *, key: bytes | Callable[[Hello], bytes], nonce: bytes, binding: bytes = b""

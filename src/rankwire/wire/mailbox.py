@@ -145,8 +145,7 @@ class Mailbox:
     def find_place(self, key: Envelope, nbytes: int, first: memoryview) -> Destination | None:
         """Return the memory for a message whose first bytes have come; None if no receive has any.
 
-        Call it when all earlier messages of its key were delivered and no other is placed. It may
-        be repeated.
+        All earlier messages of its key must be delivered, and no other placed. Repeatable.
         """
         receive = self.placing or self._first_wanted(key)
         if receive is None or receive.into is None or not receive.is_wanted:
@@ -164,7 +163,6 @@ class Mailbox:
         return next((receive for receive in self.wanted_by.get(key, ()) if receive.is_wanted), None)
 
     def _unlist(self, receive: Receive) -> bool:
-        """Remove a receive from those that wait; return whether it was there."""
         wanted = self.wanted_by.get(receive.envelope)
         if wanted is None or receive not in wanted:
             return False
@@ -196,7 +194,6 @@ class Mailbox:
             self.placing = None
 
     def _deliver_placed(self, payload: Placed, source: Iterable[Payload]) -> Receive | None:
-        """Deliver a message to the receive whose memory holds it; return None if that has ended."""
         receive = self.placing
         if receive is None or receive.into is not payload.destination:
             return None
@@ -211,8 +208,7 @@ class Mailbox:
     ) -> Receive | None:
         """Deliver a message; return the receive that gets it, if one was waiting.
 
-        Receives for another size become ``misfits``. ``source`` yields the payload and removes it
-        from where it was.
+        ``source`` yields and removes the payload. Receives for another size become ``misfits``.
         """
         source = (payload,) if source is None else source
         if self.placing is not None and isinstance(payload, Placed):
@@ -259,10 +255,7 @@ class Mailbox:
         return taker
 
     def put_back(self, receive: Receive) -> Receive | None:
-        """Take a delivered message back; return the waiting receive that gets it instead, if any.
-
-        Otherwise the message becomes the first of its queue.
-        """
+        """Take a delivered message back; return the waiting receive that gets it, or queue it."""
         payload = receive.payload
         assert payload is not None
         source = starmap(receive._cell.pop, ONCE)

@@ -228,8 +228,7 @@ class FrameParser:
     def parse(self) -> tuple[_State, bool]:
         """Return the state after the last bytes; nothing changes until ``commit``.
 
-        Also return whether its frames include a greeting, a farewell or a loan, or a violation
-        follows them.
+        Also return whether there is a greeting, farewell, loan or violation to process.
         """
         if self.violation is not None:
             raise self.violation.copy()

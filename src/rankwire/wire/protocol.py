@@ -93,10 +93,7 @@ class Protocol:
     def take(
         self, frames: Iterable[Frame], borrow: Callable[[Loan], UnreadPayload]
     ) -> tuple[list[Frame], ProtocolError | None]:
-        """Process the greetings, the farewell and the loans among received frames.
-
-        Return the messages before a farewell or violation, in order; and the violation, if any.
-        """
+        """Process special frames; return the messages before a farewell or violation, and that."""
         messages: list[Frame] = []
         for frame in frames:
             group, channel, tag = frame.envelope

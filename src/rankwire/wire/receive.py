@@ -124,16 +124,7 @@ def find_placed(
 
 
 class Receive:
-    """A request for one message.
-
-    Attributes:
-        on_done: Called by the owner of the mailbox, outside its locks, when it is done.
-        nbytes: The required size, if fixed; a message of another size fails the receive and stays
-            for the next one.
-        into: Memory that the message may be received into.
-        done: Whether ``payload`` or ``error`` is set.
-        posted: Whether it is posted and not withdrawn.
-    """
+    """A request for one message."""
 
     __slots__ = ("_cell", "done", "envelope", "error", "into", "nbytes", "on_done", "posted")
     is_awaited = True
@@ -147,13 +138,13 @@ class Receive:
         into: Destination | None = None,
     ) -> None:
         self.envelope = envelope
-        self.nbytes = nbytes
-        self.into = into
-        self.done = False
-        self.posted = False
+        self.nbytes = nbytes  # a message of another size fails this, and stays for the next
+        self.into = into  # memory that the message may be received into
+        self.done = False  # whether ``payload`` or ``error`` is set
+        self.posted = False  # whether it is posted and not withdrawn
         self._cell: list[Payload] = []
         self.error: RankwireError | None = None
-        self.on_done = on_done
+        self.on_done = on_done  # called by the mailbox's owner, outside its locks, once done
 
     @property
     def is_wanted(self) -> bool:

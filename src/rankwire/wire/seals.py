@@ -81,10 +81,7 @@ class FrameMac:
 
 
 class SealInProgress:
-    """The seal of a large frame that is being sent, computed slice by slice.
-
-    Continuing after an interrupt is safe. ``seal`` is filled in last; then ``is_made`` is set.
-    """
+    """Computes a large frame's seal while it is sent. An interrupted thread may continue."""
 
     __slots__ = ("_rest", "is_made", "seal")
 
@@ -117,10 +114,7 @@ class SealInProgress:
 
 
 class Seal:
-    """Makes and checks the seals of one direction. Stateless, so safe from any thread.
-
-    The caller numbers the frames and uses no number twice.
-    """
+    """Makes and checks one direction's seals. Stateless; the caller uses each number once."""
 
     __slots__ = ("_full_mac", "_keyed", "_keyed_for_heads")
 
@@ -186,10 +180,7 @@ class Seals(NamedTuple):
 def make_seals(
     key: bytes, transcript: bytes, protection: Protection, *, dialled: bool
 ) -> Seals | None:
-    """Derive the seals of a connection from its handshake; None if frames are not sealed.
-
-    ``dialled`` says which end this is.
-    """
+    """Derive a connection's seals, None if it is not sealed; ``dialled`` says which end this is."""
     if not protection & Protection.SEALED:
         return None
     session = hmac.digest(key, b"S" + transcript, "sha256")
