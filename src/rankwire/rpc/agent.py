@@ -362,7 +362,6 @@ class StopSignal:
 
     @contextmanager
     def _sigterm_noted(self) -> Iterator[None]:
-        # Unless the program handles it itself.
         is_main = runtime.current_thread() is runtime.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield

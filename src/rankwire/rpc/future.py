@@ -231,10 +231,9 @@ class RpcFuture(LoggedFuture[R]):
         return asyncio.wrap_future(self).__await__()
 
     def on_reply(self, receive: Receive) -> None:
-        """End the future, because its reply or the peer's failure has come.
+        """End the future with its reply or the peer's failure.
 
-        The caller and the reading thread may both call this, but only one may decode the reply,
-        because hooks have effects.
+        The caller and the reading thread may both call this; hooks have effects, so one decodes.
         """
         visit = object()
         try:

@@ -77,11 +77,7 @@ def is_name(name: object) -> bool:
 
 
 class Resolver:
-    """Asks the program's ``resolve`` at every call. As safe from any thread as ``resolve`` is.
-
-    The habits of a function are kept by a weak reference to the function itself, also for a
-    bound method or a ``functools.partial``.
-    """
+    """Asks the program's ``resolve`` at every call; as safe from any thread as that is."""
 
     def __init__(self, resolve: Resolve) -> None:
         if not callable(resolve):

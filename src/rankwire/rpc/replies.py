@@ -1,21 +1,13 @@
 """Encode and send replies: every request gets exactly one, unless its caller is gone.
 
 If the connection does not take a reply now, and the sending thread must not wait, a serving thread
-sends it later, in order. The reply of a function that returned a future is deferred, and occupies
-no thread:
+sends it later, in order.
 
-==============================  ===============================  ==============
-what ends the wait              what the caller gets             the future is
-==============================  ===============================  ==============
-the future is done              its result or error              done
-this rank cancels the future    ``RemoteError`` of a             cancelled
-                                ``CancelledError``
-the call's deadline passes      ``DeadlineExceededError``        cancelled
-the caller cancels or is gone   nothing                          cancelled
-the agent closes                ``ChannelClosedError``           cancelled
-==============================  ===============================  ==============
-
-The result of a future that cannot be cancelled is dropped. The standby checks for deadlines, and
+The reply of a function that returned a future is deferred, and occupies no thread. The caller gets
+the future's result or error. It gets ``DeadlineExceededError`` if its deadline passes first,
+``ChannelClosedError`` if the agent closes, a ``RemoteError`` of ``CancelledError`` if this rank
+cancels the future, and nothing if the caller cancels the call or is gone. In all these cases the
+future is cancelled; if it cannot be, its result is dropped. The standby checks for deadlines, and
 for futures whose callback was interrupted.
 
 Locks: ``Replies._lock`` guards the kept replies; nothing is sent under it. ``DeferredReply._turn``

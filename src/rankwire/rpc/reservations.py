@@ -4,15 +4,9 @@ A caller has at most ``UNRESERVED_NBYTES`` of large calls in flight to one rank 
 reservation. Before it sends more, its thread requests one (``RESERVE``) and waits until its
 deadline; the callee grants requests in order, when there is space.
 
-====================  ===========================  ===================================
-a large call is       event                        next
-====================  ===========================  ===================================
-requested             there is space               granted: the caller sends it
-granted               it arrives                   granted
-requested, granted    a worker takes it; its       released: the space goes to others
-                      caller gives up or is gone
-without reservation   it arrives                   counted for its caller alone
-====================  ===========================  ===================================
+A large call is *requested*, then *granted* when there is space. The space is *released* when a
+worker takes the call, or its caller gives it up or is gone. A large call that arrives without a
+reservation is counted for its caller alone.
 
 Nested calls neither reserve nor count: they do not wait for workers, and the functions that free
 space may wait for it themselves, which would deadlock.
@@ -52,7 +46,7 @@ class _Reservation(NamedTuple):
 
 
 class Allowance:
-    """Bytes in flight without a reservation, to or from each rank. Safe from any thread.
+    """Bytes in flight to or from each rank without a reservation. Safe from any thread.
 
     An interrupt may leave bytes taken; the caller then makes more reservations.
     """
@@ -100,8 +94,7 @@ class Reservations:
     ) -> bool:
         """Call ``answer(True)`` once there is space; return False if too many requests wait.
 
-        It may be called at once, twice, or never if the caller gives up. ``answer(False)`` means
-        that this rank is closing.
+        It may call it at once, twice, or never if the caller gives up; ``False`` means closing.
         """
         key = (src, request_id)
         with self._lock:
