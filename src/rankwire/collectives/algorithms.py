@@ -194,10 +194,7 @@ def _receive_after_meeting(x: Exchange, src: int | None, array: Array) -> None:
 
 
 def broadcast_by_scattering(x: Exchange, array: Array, root: int) -> None:
-    """Scatter the array, then gather its parts everywhere: no rank sends more than twice its size.
-
-    Van de Geijn's algorithm, for hosts where the root's link is the bottleneck.
-    """
+    """Scatter the array and gather its parts everywhere (van de Geijn): for a slow root link."""
     meet(x)
     parts = split(array, x.size)
     scatter_directly(x, parts, parts[x.rank], root)
@@ -275,8 +272,7 @@ def _fold_blocks(
 def all_reduce_by_doubling(x: Exchange, source: Array, out: Array, r: Reduction) -> None:
     """Exchange totals with ever more distant partners, in log2(N) rounds of the whole array.
 
-    Recursive doubling, in the order of the tree, for medium arrays among many ranks. Ranks beyond
-    the largest power of two send their contribution to a partner and get the result from it.
+    Recursive doubling, in the order of the tree. Ranks beyond a power of two use a partner.
     """
     inner = 1 << (x.size.bit_length() - 1)
     extra = x.size - inner

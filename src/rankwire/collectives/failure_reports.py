@@ -164,10 +164,7 @@ def _root_of(backend: Backend, peer: int | None) -> int | None:
 def error_of(
     notice: Notice, sender: int, rank: int = -1, *, is_news: bool = False
 ) -> RankwireError:
-    """Return the error that the other ranks raise for a rank's report of an error.
-
-    ``is_news`` says that the operation had succeeded on ``rank``.
-    """
+    """Return the error for a rank's report; ``is_news`` if the operation succeeded here."""
     peer = sender if notice.culprit == rank else notice.culprit
     text = notice.text
     if is_news:

@@ -123,7 +123,6 @@ def new_like(other: Operand, shape: tuple[int, ...]) -> Operand:
 
 @lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str | None:
-    """Return a unique, readable name of a dtype; None if it cannot be sent."""
     if dtype_code(dtype) is None:
         return None
     return f"big-endian {dtype.name}" if dtype.str.startswith(">") else dtype.name
@@ -232,10 +231,7 @@ def _head_of(part: ScatteredPart) -> bytes:
 
 
 def unpack_part(payload: Payload, out: Operand | None) -> Any:
-    """Return the array or tensor of a message, in ``out`` if that is given.
-
-    Raise InvalidMessageError, or ConfigurationError if ``out`` has another dtype or shape.
-    """
+    """Return a message's array or tensor, in ``out`` if given; raise if it does not fit."""
     try:
         return _unpack_part(payload, out)
     except BaseException:

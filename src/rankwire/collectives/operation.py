@@ -177,10 +177,9 @@ class Operation(Exchange):
         return error
 
     def _why_gone(self, error: PeerLostError | ChannelClosedError) -> RankwireError:
-        """Return the failure that made a rank leave, if a rank has reported one.
+        """Return the reported failure that made a rank leave; wait once for that report.
 
-        This rank waits once for that report. If a rank leaves after a failed operation, that
-        failure explains all operations queued behind it.
+        It explains all operations that are queued behind the failed one.
         """
         operations = self._operations
         first = operations.first_failure(self._number)

@@ -58,7 +58,6 @@ def _all_reduce_piece(
 def _share_the_work(
     x: Exchange, shared: SharedSlots, rows: Sequence[Array], out: Array, r: Reduction
 ) -> None:
-    """Reduce one part on each rank, then gather all parts from all slots."""
     count = out.size
     bounds = [at * count // x.size for at in range(x.size + 1)]
     own = slice(bounds[x.rank], bounds[x.rank + 1])

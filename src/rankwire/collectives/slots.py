@@ -148,10 +148,7 @@ class SlotAgreement:
 def _offer_segment(
     inside: Exchange, leaders: Exchange, backend: Backend
 ) -> tuple[SharedSegment | None, int]:
-    """Create a segment and let the other ranks of this host open it.
-
-    Return it and the slot size that all hosts can use, 0 if a host has no segment.
-    """
+    """Create this host's segment; return it and the slot size of all hosts, 0 if one has none."""
     segments = backend.mesh.segments if backend.mesh.shares_memory else None
     segment = None if segments is None else segments.make(0, inside.size)
     try:
@@ -182,7 +179,6 @@ def _find_least(leaders: Exchange, number: int) -> int:
 
 
 def _open_segment(inside: Exchange, backend: Backend) -> tuple[SharedSegment | None, int]:
-    """Open the segment of this host's first rank; return the same as ``_offer_segment``."""
     offer = bytes(whole_of(inside.receive(0, _OFFER)))
     if not offer:
         return None, 0

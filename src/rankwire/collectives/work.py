@@ -28,8 +28,6 @@ _RUNNING, _FINISHED = "RUNNING", "FINISHED"  # names of the base class
 
 
 class _Group(Protocol):
-    """The queue of a work's group."""
-
     clock: Clock
 
     def help(self, number: int, limit: Deadline | None) -> None: ...
