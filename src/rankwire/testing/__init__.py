@@ -1,8 +1,7 @@
 """Helpers for tests, ours and users': worlds of ranks in one process, and the conformance suite.
 
-``run_ranks`` runs a function as every rank of a world, in threads or in real processes, and returns
-the results, or a ``RankOutcome`` of each rank. ``check_backend`` runs the conformance suite against
-any backend. Nothing here imports pytest.
+``run_ranks`` runs a function as every rank of a world, in threads or processes. ``check_backend``
+runs the conformance suite against any backend. Nothing here imports pytest.
 """
 
 from rankwire.errors import RankFailedError, RanksStuckError

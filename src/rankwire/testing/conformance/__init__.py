@@ -1,8 +1,7 @@
 """The conformance suite: what every backend must do, as plain functions.
 
-Every function in the modules ``*_checks`` that takes only a world maker is a check. Its name says
-what it shows, and it raises ``AssertionError``. ``check_backend`` runs all of them; a test runner
-can run ``CHECKS`` one by one.
+A function in the modules ``*_checks`` that takes only a world maker is a check. Its name says what
+it shows, and it raises ``AssertionError``. A test runner can run ``CHECKS`` one by one.
 """
 
 from __future__ import annotations

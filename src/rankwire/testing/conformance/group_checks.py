@@ -179,7 +179,7 @@ def who_does_not_come_is_named(make_world: MakeWorld) -> None:
 
     with make_world(4) as world:
         errors = [error for error in run_all(world, each) if error is not None]
-        # The first rank to time out tells the others, and their errors say so.
+        # The first rank to time out notifies the others, and their errors say so.
         late = [error for error in errors if isinstance(error, DeadlineExceededError)]
         assert late
         assert all(error.waiting_for == [2] for error in late)

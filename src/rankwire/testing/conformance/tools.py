@@ -52,7 +52,7 @@ def work_until_cancelled(started: runtime.Event, cancelled: runtime.Event) -> No
 
 
 def leave(backend: Backend, error: BaseException | None = None) -> None:
-    """Close a rank's world; closing a group would not tell the other ranks."""
+    """Close a rank's world; closing a group would not notify the other ranks."""
     while (parent := getattr(backend, "parent", None)) is not None:
         backend = parent
     backend.close(error=error)
