@@ -95,7 +95,7 @@ class Codec(PublicDir):
             array or byte string counts as one.
 
     Attributes:
-        how_to_pickle: What the error for an unsupported value tells the user to set.
+        how_to_pickle: The setting that the error for an unsupported value recommends.
     """
 
     _SHOWN = ("allows_pickle", "decode", "encode", "register", "undo")
@@ -264,8 +264,8 @@ class Codec(PublicDir):
         Args:
             payload: The joined buffers of one ``encode``, which may come from a file; arrays in the
                 value are writable views of it. Or what ``encode`` returned, which is copied.
-            unpack: Decodes a small plain head to the expected type (``unpacker_of``); any other
-                head, and one that it refuses, is decoded to what it holds.
+            unpack: Decodes a small plain head to the expected type (``unpacker_of``); other
+                heads, and heads that it refuses, are decoded without a type.
             peer: The sending rank, for hooks.
 
         Raises:

@@ -220,10 +220,7 @@ def map_tensor(tensor: Any, carrier: np.dtype[Any]) -> Array | None:
 
 
 def bytes_of(tensor: Any) -> memoryview | None:
-    """Return the memory of a dense tensor of the CPU, of one of torch's own classes, as bytes.
-
-    None if it has gaps, is a lazy view, not on the CPU or empty, or its memory is too small.
-    """
+    """Return the memory of a dense, contiguous CPU tensor as bytes, None for any other."""
     if tensor.layout is not sys.modules["torch"].strided or not tensor.is_cpu:
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
