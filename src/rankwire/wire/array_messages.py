@@ -79,7 +79,7 @@ def pack_array(value: Any) -> tuple[list[Buffer], int]:
 
 
 def unpack_head(beginning: bytearray | memoryview, nbytes: int) -> ArrayMessage:
-    """Return what a message of ``nbytes`` holds, from its first ``HEAD_NBYTES``."""
+    """Parse the first ``HEAD_NBYTES`` of a message of ``nbytes``."""
     foreign = "the message was not sent by send_array"
     try:
         kind, reserved, length = _PREFIX.unpack_from(beginning)

@@ -39,7 +39,7 @@ class UnreadPayload(Protocol):
         """Return the length in bytes."""
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Copy the bytes from ``start`` on into ``view``, filling it.
+        """Fill ``view`` with the bytes from ``start`` on.
 
         Raise ``MessageWithdrawnError`` if the sender withdrew it; ``view`` is undefined then.
         """
@@ -48,10 +48,7 @@ class UnreadPayload(Protocol):
         """Return all bytes in memory of the caller's own, and release it; raise likewise."""
 
     def release(self) -> None:
-        """Tell the sender that its memory is no longer in use. Idempotent.
-
-        Raise ``MessageWithdrawnError`` if the sender had withdrawn the message before.
-        """
+        """Release the sender's memory. Idempotent; raise ``MessageWithdrawnError`` likewise."""
 
 
 Payload = bytearray | UnreadPayload  # of a received message
@@ -84,7 +81,7 @@ LARGE_SEALED_NBYTES = DEFAULT_BUFFER_NBYTES - HEADER_NBYTES - SEAL_NBYTES
 
 
 class Channel(IntEnum):
-    """What a frame is for. Messages of different channels are never matched."""
+    """The purpose of a frame. Messages of different channels are never matched."""
 
     MESSAGE = 1
     COLLECTIVE = 2

@@ -56,7 +56,7 @@ _KNOWN_PROTECTION = (Protection.NONE, Protection.SEALED, Protection.SEALED | Pro
 
 
 class Purpose(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     JOIN = 1
     MESSAGES = 2

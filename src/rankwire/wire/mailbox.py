@@ -29,9 +29,8 @@ payload_of = attrgetter("payload")
 
 
 class ArrivedMessages(dict[Envelope, deque[Payload]]):
-    """The messages that wait for a receive, by envelope.
+    """The messages that wait for a receive, by envelope; ``full`` at ``limit`` bytes or a million.
 
-    At ``limit`` bytes or a million messages, ``full`` is set and the owner should read no more.
     Without ``keep``, messages are counted and dropped, such as replies to cancelled calls.
     """
 
@@ -63,7 +62,7 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
         self.full = self.nbytes >= self._limit or self.count >= _MOST_UNMATCHED
 
     def refuse(self, envelope: Envelope) -> None:
-        """Drop the arrived and all later messages of a tag's family; of the last 256."""
+        """Drop the arrived and all later messages of a tag's family, for the last 256 families."""
         family = _family(envelope)
         if self._refused is None:
             self._refused = deque(maxlen=_MOST_REFUSED)
@@ -87,25 +86,19 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
 
 
 class Mailbox:
-    """The messages of one peer that were not received yet, and the receives that wait for others.
-
-    Attributes:
-        misfits: Receives that failed because of a message of another size, for the owner to wake.
-        due: Receives that are done, for the owner to call ``on_done``.
-        wanted_by: The receives that are posted and not done, by envelope.
-        placing: The receive into whose memory a message is being received. It gets that message and
-            no other, and stays here until it has it or its memory is no longer in use.
-    """
+    """The messages of one peer that were not received yet, and the receives that wait."""
 
     __slots__ = ("_abandoned", "arrived", "due", "failure", "misfits", "placing", "wanted_by")
 
     def __init__(self, *, keep_unmatched: bool = True, unmatched_limit: int = 1 << 30) -> None:
         self.arrived = ArrivedMessages(keep=keep_unmatched, limit=unmatched_limit)
-        self.wanted_by: dict[Envelope, deque[Receive]] = {}
+        self.wanted_by: dict[Envelope, deque[Receive]] = {}  # posted and not done
         self._abandoned: dict[int, RankwireError] = {}  # groups whose receives have ended
         self.failure: RankwireError | None = None
-        self.misfits: list[Receive] = []
-        self.due: deque[Receive] = deque()
+        self.misfits: list[Receive] = []  # a message had another size; the owner wakes them
+        self.due: deque[Receive] = deque()  # done; the owner calls ``on_done``
+        # Its memory receives a message now. It gets that message and no other, and stays here until
+        # it has it or its memory is no longer in use.
         self.placing: Receive | None = None
 
     @property
@@ -119,7 +112,7 @@ class Mailbox:
         return receive if receive is not None and receive.nbytes in (None, nbytes) else None
 
     def post(self, receive: Receive) -> None:
-        """Post a receive. It ends at once, outside ``due``, if its message or failure is here."""
+        """Post a receive. If its message or an error is here, it ends now, outside ``due``."""
         receive.posted = True
         arrived = self.arrived.get(receive.envelope)
         if arrived:
@@ -265,7 +258,7 @@ class Mailbox:
         return None
 
     def tidy(self) -> None:
-        """Repair what an interrupted thread has left. Safe to repeat."""
+        """Repair the state after an interrupt. Safe to repeat."""
         for key, wanted in list(self.wanted_by.items()):
             self._tidy_wanted(key, wanted)
         if self.placing is not None and self.placing.payload is not None:

@@ -48,7 +48,7 @@ class _Place(NamedTuple):
     large: LargePayload | None  # the large payload that is being received
 
 
-# What a parser knows between two reads. A plain tuple: each frame makes one, and a named tuple
+# The state of a parser between two reads. A plain tuple: each frame makes one, and a named tuple
 # costs 0.09 us more.
 _State = tuple[
     deque[Frame],  # complete frames that were not taken yet
@@ -65,7 +65,6 @@ class FrameParser:
 
     One call of a C function receives bytes and notes their number, and one assignment replaces all
     that parsing changes (``commit``), so after an interrupt parsing again gives the same result.
-
     A ring's records (``wire.ring``) of a number come before the stream's frame of that number.
 
     ``max_nbytes`` is the largest accepted payload. ``seal`` checks the seals of this direction.

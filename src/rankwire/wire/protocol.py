@@ -20,7 +20,7 @@ BELL: tuple[Envelope, Message] = ((0, int(Channel.GREETING), _SAYS_NOTHING), (()
 
 
 class ConnectionState(Enum):
-    """What to expect of the peer. Only the first two states can change."""
+    """The state of a connection. Only the first two states can change."""
 
     UNUSED = "unused"  # the peer dialled and has sent nothing
     OPEN = "open"  # frames come and go
@@ -31,7 +31,7 @@ class ConnectionState(Enum):
 
 
 class StreamEvent(Enum):
-    """What can happen to a connection."""
+    """An event of a connection."""
 
     FRAMES = "frames"
     FAREWELL = "farewell"
@@ -51,7 +51,7 @@ _NEXT_STATES = {
 
 
 class Protocol:
-    """What both ends have said on one connection. For its one reader; every call is repeatable.
+    """The protocol state of one connection. For its one reader; every call is repeatable.
 
     ``incoming`` says whether the peer dialled; ``is_local`` whether the stream is a Unix socket,
     where memory can be lent. ``cannot_borrow`` is why this end cannot read the peer's memory; empty

@@ -191,10 +191,8 @@ class Receive:
 
 
 class PostedReceive(Receive):
-    """A receive that is posted before a thread waits for it.
+    """A receive that is posted before a thread waits for it."""
 
-    The thread that waits sets ``is_awaited``. If it leaves without the message, it clears it under
-    the lock of the mailbox's owner.
-    """
-
+    # The waiting thread sets it. If it leaves without the message, it clears it under the lock of
+    # the mailbox's owner.
     is_awaited = False

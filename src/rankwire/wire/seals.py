@@ -156,10 +156,7 @@ class Seal:
     def around(
         self, sequence: int, header: Buffer, channel: int, message: Message
     ) -> tuple[list[Buffer], SealInProgress | None]:
-        """Return what follows a header: the seal of a large header, the payload, and its seal.
-
-        Also return the seal if it must still be computed while the other pieces are sent.
-        """
+        """Return the pieces after a header, and the last seal if it is computed during sending."""
         payload, nbytes = message
         if nbytes <= LARGE_SEALED_NBYTES:
             return [*payload, self.of(sequence, header, channel, payload, nbytes)], None
