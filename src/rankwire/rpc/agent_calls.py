@@ -182,7 +182,7 @@ class AgentCalls:
                 it raised a builtin exception, or one of ``register_error``, this is one too, so
                 that ``except KeyError`` works.
             FunctionNotFoundError: The rank has no such function.
-            DeadlineExceededError: No result in time; ``may_have_run`` tells whether the function
+            DeadlineExceededError: No result in time; ``may_have_run`` says whether the function
                 may have run.
             PeerLostError: The peer is gone; it has the same attribute.
             CircularCallError: While serving a call: this call and others wait for each other.

@@ -36,7 +36,7 @@ class MadeCall(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What the thread of a function that is being served is waiting for."""
+    """The wait of a function's thread for a call that the function has made."""
 
     number: int  # identifies this wait in this agent
     dst: int
@@ -103,7 +103,7 @@ class Call(PublicDir):
             self.give_up_nested()
 
     def ended(self, request_id: int) -> None:
-        """Forget a call that the function has made."""
+        """Remove a call that the function has made."""
         if self.deadline.expired and request_id in self.outgoing:
             self.unanswered = self.outgoing[request_id]
         self.outgoing.pop(request_id, None)

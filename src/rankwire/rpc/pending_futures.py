@@ -85,7 +85,7 @@ class PendingFutures:
         future.fail(error, is_news=is_news)
 
     def settled(self, future: RpcFuture[Any]) -> None:
-        """Forget a future that is done."""
+        """Remove a future that is done."""
         self.pending.pop(future.request_id, None)
         if self._allowance.taken:
             self._allowance.give_back(future.request_id)

@@ -104,7 +104,7 @@ class JobQueue:
         self.running_nested = 0
 
     def next(self) -> Job | None:
-        """Poll if no job is waiting; return a job that may run now, if there is one."""
+        """Poll if no job has arrived; return a job that may run now, if there is one."""
         if self.waiting and (waited := self.take_waiting()) is not None:
             return waited
         if not self.arrived:

@@ -86,7 +86,7 @@ class Resolver:
         self._habits: WeakKeyDictionary[Any, Habits] = WeakKeyDictionary()
 
     def find(self, name: str) -> Function | None:
-        """Return the function of a valid name, or None; raises what ``resolve`` raises."""
+        """Return the function of a valid name, or None; raise what ``resolve`` raises."""
         target = self._resolve(name) if is_name(name) else None
         if target is None:
             return None

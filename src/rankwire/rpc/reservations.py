@@ -137,7 +137,7 @@ class Reservations:
         self._notify()
 
     def caller_gone(self, src: int, link: Any) -> None:
-        """Free what a caller reserved over ``link``, or over any connection if that is None."""
+        """Free the space that a caller reserved over ``link``, or, if None, over any connection."""
         with self._lock:
             for key, reservation in [*self._requested.items(), *self._granted.items()]:
                 if key[0] == src and link in (None, reservation.link):
