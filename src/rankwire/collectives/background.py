@@ -200,7 +200,7 @@ class Background:
             return task
 
     def _leave(self, visit: object, error: BaseException | None = None) -> None:
-        """Give up the role and let the worker run what is left. Safe to repeat."""
+        """Give up the role and let the worker run the remaining tasks. Safe to repeat."""
         with self._lock:
             if self._runner is visit:
                 # An interrupt may come after the removal: then the head has not begun, or is None.

@@ -147,7 +147,7 @@ class FailureReports:
         return self._ranks.get(self._roll.keeper) if self._roll.is_kept else None
 
     def has_heard_last_of(self, rank: int) -> bool:
-        """Whether the coordinator has passed on all reports of a rank that has left or died."""
+        """Whether the coordinator has passed on all reports of a rank that left or was lost."""
         return self._roll.has_heard_last_of(self.backend.world_rank_of(rank))
 
 

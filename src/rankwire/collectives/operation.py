@@ -41,7 +41,7 @@ _FAREWELL_PATIENCE = 1.0
 _HEARING_PAUSE = 0.002
 _ASK_BEFORE = 3.5 * LOOK_EVERY  # seconds before the deadline to ask which ranks are missing
 _ANSWER_PATIENCE = 0.5  # seconds after the deadline for the answer; mostly it is there before
-# How many of the waiting ranks ask a missing one what it is doing: each dials it.
+# The number of waiting ranks that ask a missing rank what it is doing: each dials it.
 _MOST_ASKING = 8
 
 
@@ -198,7 +198,7 @@ class Operation(Exchange):
     def _told_within(self, seconds: float, gone: int | None = None) -> RankwireError | None:
         """Return why the operation fails, if another rank reports it in time.
 
-        ``gone`` has left or died; its own report arrives before the news of its end.
+        ``gone`` has left or was lost; its own report arrives before the notice of its end.
         """
 
         def hear() -> tuple[RankwireError | None, bool]:

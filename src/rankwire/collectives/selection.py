@@ -166,10 +166,7 @@ def all_to_all_parts(
     received: Sequence[Array],
     check: Callable[[Sequence[Array]], list[list[int]]],
 ) -> None:
-    """Send part i to rank i, once all ranks have agreed on all sizes.
-
-    ``check`` returns how many bytes each rank sends to each, given all tables, or raises.
-    """
+    """Send part i to rank i, once ``check`` has found all sizes in the tables of all ranks."""
     if x.shared is not None and table.nbytes <= x.shared.slot_nbytes:
         found = slot_algorithms.all_to_all_parts(x, x.shared, table, sent, check)
         if found is not None:

@@ -181,7 +181,7 @@ def spread(x: Exchange, shared: SharedSlots, message: Message) -> list[bytearray
 def distribute(
     x: Exchange, shared: SharedSlots, messages: Sequence[Message]
 ) -> list[bytearray] | None:
-    """Return what each rank has for this one; None if the messages of some rank do not fit."""
+    """Return each rank's payload for this one; None if the messages of a rank do not fit."""
     ends = np.cumsum([nbytes for _, nbytes in messages], dtype=np.int64)
     buffers: list[Buffer] = [ends.tobytes()]
     for pieces, _ in messages:

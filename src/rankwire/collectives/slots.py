@@ -272,7 +272,7 @@ class SharedSlots:
                 try:
                     x.look_up(rank)
                 except (ChannelClosedError, PeerLostError) as error:
-                    # It may have published since the last check, before it left or died.
+                    # It may have published since the last check, before it left or was lost.
                     is_it = error.peer == x.in_group(rank) and not error.is_reported
                     if not is_it or not segment.has_come(rank, step):
                         raise
