@@ -226,10 +226,7 @@ def tcp_world(
 
 
 def sub_world(make_parent: MakeWorld) -> MakeWorld:
-    """Return a world maker whose backends are a group inside a larger world.
-
-    A group has all ranks of a larger world except rank 0.
-    """
+    """Return a maker of worlds that are groups of all ranks of a larger world except rank 0."""
 
     @contextmanager
     def make(world_size: int, **options: Any) -> Iterator[list[Backend]]:

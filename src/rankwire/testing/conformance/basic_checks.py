@@ -1,4 +1,4 @@
-"""Conformance checks of messages, timeouts, barriers, closing, and what ranks know of others."""
+"""Conformance checks of messages, timeouts, barriers, closing, and knowledge of other ranks."""
 
 from __future__ import annotations
 
