@@ -121,8 +121,8 @@ class AsyncRemoteRank(_Rank[RpcFuture[Any]]):
 class AgentCalls:
     """The calling methods of ``RpcAgent``, which sets the attributes. Safe from any thread."""
 
-    backend: Backend
-    timeout: float
+    backend: Backend  # its ranks are called
+    timeout: float  # seconds for calls without a timeout of their own
     _clock: Clock
     _registry: Registry
     _caller: Caller
