@@ -1,8 +1,8 @@
 """Send control messages, and check which of them a rank may send to the coordinator.
 
-A rank may report only about itself. If it sends anything else, the coordinator gives it up and
-notifies the others. One exception: a rank may report that the coordinator was silent, which counts
-only if the coordinator's own clock confirms it. Ranks trust the coordinator.
+A rank may report only about itself. After any other message, the coordinator gives the rank up and
+notifies the others. One exception: a rank may report that the coordinator was silent, if the
+coordinator's own clock confirms it. Ranks trust the coordinator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Standing(NamedTuple):
     Attributes:
         is_formed: Whether it is a member of a formed world; a rank that rejoins is not yet.
         coordinator: The coordinator's rank, or -1.
-        was_absent: Whether ranks may have given up the coordinator, which was stopped recently.
+        was_absent: Whether ranks may have given up the coordinator, because it was stopped.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Standing(NamedTuple):
 
 
 def objection(message: Message, by: Standing) -> str:
-    """Return why a rank may not send this message now, or an empty text."""
+    """Return why a rank may not send this message now, or ""."""
     return _RIGHTS[type(message)](message, by)
 
 
@@ -119,10 +119,10 @@ _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
 
 
 def tell(connection: Connection, message: Message, deadline: Deadline = AT_ONCE) -> None:
-    """Send a control message, by default without waiting; if that fails, fail the connection.
+    """Send a control message, by default without waiting; on an error, fail the connection.
 
-    What comes too late to be of use is dropped instead if it is not sent in time: another beat
-    follows, a rank reports again before its deadline, and no rank waits long for an answer.
+    On a timeout, drop the messages that are useless later: another beat follows, a rank repeats its
+    report before its deadline, and no rank waits long for an answer.
     """
     payload = pack(message)
     try:

@@ -1,12 +1,11 @@
 """Coordinate a world: gather its ranks, then watch them over their control connections.
 
-The coordinator runs in rank 0 or in the launcher. Its states, each left only downwards::
+The coordinator runs in rank 0 or in the launcher. Its states, in order::
 
     FORMING   ranks join in any order (``Roster``)                               -> FORMED, FAILED
-    FORMED    a control connection that ends is a loss, and a restarted rank
-              may rejoin (``WorldWatch``)                                        -> CLOSED
-    FAILED    the deadline passed; the ranks present know which are missing      -> CLOSED
-    CLOSED
+    FORMED    a control connection that ends is a loss, and a restarted rank may rejoin
+    (``WorldWatch``)                                        -> CLOSED FAILED    the timeout expired;
+    the ranks present know which are missing      -> CLOSED CLOSED
 
 All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. A lock guards the state
 for ``wait_formed``.
@@ -64,10 +63,10 @@ from rankwire.wire.seals import Seals
 _log = logging.getLogger("rankwire")
 
 _REPORT_EVERY = 10.0  # seconds between log lines about missing ranks
-# Seconds between two messages about them to all ranks. With a message at each join, 1,000 ranks
-# cost 520,000 messages, 500 MB and 7 s of CPU time.
+# Seconds between two messages about them to all ranks. One message at each join would cost 520,000
+# messages, 500 MB and 7 s of CPU time for 1,000 ranks.
 _WAITING_EVERY = 1.0
-# The control connection, and two in their handshake (``room_for``).
+# The control connection, and two during their handshakes (``room_for``).
 _FILES_OF_RANK = 3
 
 
@@ -84,7 +83,7 @@ class Coordinator:
     Args:
         me: The entry of rank 0; None in a launcher.
         key_of: Returns the key with which a rank joins.
-        incarnation_of: Returns how many times a rank was restarted alone.
+        incarnation_of: Returns how often a rank was restarted alone.
         patience: How long a rank may be silent; ranks that join may ask for less.
     """
 
@@ -107,7 +106,7 @@ class Coordinator:
         self._told = told
         self._roster = Roster(world_size, me)
         self._reachability = Reachability(acceptor, self._answered)
-        self._joining: set[int] = set()  # ranks that have said where they listen
+        self._joining: set[int] = set()  # ranks that have sent their address
         self.watch = WorldWatch(world_size, self._roster.coordinator, acceptor, patience, told)
         self._state = _State.FORMING
         self._changed = runtime.Condition()
@@ -115,8 +114,6 @@ class Coordinator:
         if lacking := allow_files(_FILES_OF_RANK * world_size):
             text = "a world of %d ranks may need %d more open files than this process may have"
             _log.warning(text, world_size, lacking)
-
-    # -- joining -----------------------------------------------------------------------------------
 
     def admit(self, hello: Hello) -> tuple[Status, int]:
         """Return whether a rank may join, or why not."""
@@ -138,7 +135,7 @@ class Coordinator:
         return Status.WELCOME, 0
 
     def enter(self, rank: int, sock: ByteStream, seals: Seals | None) -> None:
-        """Take the control connection of an admitted rank."""
+        """Own the control connection of an admitted rank."""
         expect_prompt_reading(sock)
         clock = self._acceptor.clock
         connection = Connection(
@@ -150,7 +147,7 @@ class Coordinator:
         self._acceptor.watch(connection, partial(self._heard, rank), partial(self._ended, rank))
 
     def wait_formed(self, deadline: Deadline) -> None:
-        """Wait until every rank has joined; else notify those present and raise RendezvousError."""
+        """Wait until every rank has joined; on timeout, notify them and raise RendezvousError."""
         self._roster.deadline = deadline
         while True:
             with self._changed:
@@ -171,7 +168,7 @@ class Coordinator:
             _log.warning("waiting for %s (%.0f s)", name_ranks(missing), deadline.waited)
 
     def expect_never(self, rank: int, reason: str) -> None:
-        """Record that a rank will never join, and notify the ranks that wait, now and later."""
+        """Record that a rank will never join, and notify the waiting ranks, now and later."""
         self._roster.absent[rank] = reason
         self._tell_hopeless()
 
@@ -263,16 +260,14 @@ class Coordinator:
         world = FormedWorld(members, self._patience, coordinator, self._key_of)
         is_launcher = self._me is None
         self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
-        self.watch.begin(world, self._patience)  # send it to all ranks before this one goes on
+        self.watch.begin(world, self._patience)  # send it to all ranks before this one continues
         self._state = _State.FORMED
         self._changed.notify_all()
 
-    # -- once formed -------------------------------------------------------------------------------
-
     def _give_in(self, gone: Gone) -> None:
-        """Notify all ranks that this process is lost, as a member has reported.
+        """Handle a member's report that this process is lost: notify all ranks.
 
-        Otherwise the others would take the members that gave it up for lost.
+        Otherwise the others would treat the members that gave it up as lost.
         """
         self._state = _State.CLOSED
         self.watch.report(gone)
@@ -282,7 +277,7 @@ class Coordinator:
         self.watch.controls.pop(rank).close()
         self._joining.discard(rank)
         self._reachability.forget(rank)
-        if self._state is _State.FORMED:  # which it becomes on this thread only
+        if self._state is _State.FORMED:  # set on this thread only
             self.watch.ended(rank, error)
             return
         with self._changed:
@@ -292,7 +287,7 @@ class Coordinator:
 
     def expect_again(self, rank: int) -> None:
         """Allow a rank whose old process has ended to rejoin the formed world."""
-        if (connection := self.watch.controls.get(rank)) is not None:  # its child may hold it open
+        if (connection := self.watch.controls.get(rank)) is not None:  # its child may keep it open
             self._acceptor.unwatch(connection)
             self._ended(rank, PeerLostError(rank, "its process has ended"))
         self.watch.expect_again(rank)
@@ -308,7 +303,7 @@ class Coordinator:
         self._acceptor.clock.wait(told, 1.0)
 
     def dissolve(self) -> None:
-        """Disconnect from all ranks. On the acceptor's thread, which continues."""
+        """Disconnect from all ranks, on the acceptor's thread, which continues."""
         self._acceptor.call_no_more(self.watch.beat)
         for connection in self.watch.controls.values():
             self._acceptor.unwatch(connection)
@@ -317,7 +312,7 @@ class Coordinator:
     def close(self, fallen: Fallen | None = None) -> None:
         """Disconnect from all ranks, after the acceptor has stopped.
 
-        ``fallen`` is the failure of rank 0, if it does not leave in an orderly way.
+        ``fallen`` is the failure of rank 0, or None if it leaves without an error.
         """
         if self._state is _State.FORMED:
             self._pass_on_last_words()

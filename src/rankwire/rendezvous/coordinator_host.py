@@ -1,7 +1,7 @@
-"""Host a coordinator in a launcher, so that rank 0 is a rank like any other.
+"""Host a coordinator in a launcher, where it is not a rank.
 
-The host coordinates the worlds of one job one after the other (``expect``), lets a rank that was
-restarted alone rejoin its world (``expect_again``), and admits the launchers of other hosts.
+The host coordinates the worlds of one job in turn (``expect``), lets a restarted rank rejoin its
+world (``expect_again``), and admits the launchers of other hosts.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def bind(address: str) -> Socket:
 
 @dataclass(eq=False, repr=False)
 class CoordinatorHost:
-    """Coordinates worlds without being a rank. It closes ``listener``.
+    """Coordinates worlds without being a rank. It owns ``listener``.
 
     Attributes:
         told: The callbacks; they run on the acceptor's thread.
-        are_restarted: Whether lost ranks are restarted: then a world is kept for them, even if no
-            rank is left in it.
-        nodes: How many launchers the job has, this one included.
-        on_launcher: Called on that thread with another node's number and the connection to its
-            launcher, which the callback then owns.
+        are_restarted: Whether lost ranks are restarted. If so, it keeps the world even if no rank
+            is left in it.
+        nodes: The number of launchers in the job.
+        on_launcher: Called on that thread with another node's number and its launcher's connection,
+            which the callback then owns.
     """
 
     listener: Socket
@@ -97,7 +97,7 @@ class CoordinatorHost:
         self.told.on_joined(member)
 
     def _gone(self, gone: Gone) -> None:
-        if gone.rank < 0:  # the ranks have given up this process
+        if gone.rank < 0:  # the ranks gave up this process
             self.expect()
             return
         self._present.discard(gone.rank)
@@ -146,7 +146,7 @@ class CoordinatorHost:
             self._coordinator.enter(hello.rank, sock, seals)
 
     def expect(self, *, world_size: int | None = None, job: str | None = None) -> None:
-        """Let the ranks of the next world join, maybe of a new size. Safe from any thread."""
+        """Let the ranks of the next world join, maybe with a new size. Safe from any thread."""
 
         def begin() -> None:
             self.world_size = self.world_size if world_size is None else world_size

@@ -1,4 +1,4 @@
-"""Form the world of a TCP backend, and own what this rank brings to it.
+"""Form the world of a TCP backend, and own this rank's listeners, keys and control connection.
 
 Rank 0 coordinates unless a launcher does; the other ranks join. A world of one rank opens nothing.
 """
@@ -42,13 +42,13 @@ from rankwire.wire.handshake import BETWEEN_RANKS, LAUNCHER, Hello, Purpose, Sta
 from rankwire.wire.keys import KEY_NBYTES
 from rankwire.wire.seals import Seals
 
-_LOOK_EVERY = 0.5  # seconds between two checks for connections that may be cut
+_LOOK_EVERY = 0.5  # seconds between two checks for broken connections
 
 
 class OwnListeners:
-    """Listens for a rank until an acceptor does, and owns the files that it makes.
+    """Listens for a rank until an acceptor does, and owns the files that it creates.
 
-    ``advertise`` is the host by which others reach this rank, if not that of ``place``.
+    ``advertise`` is the host at which others reach this rank, if not that of ``place``.
     ``share_files`` adds a Unix socket. ``listener`` is a bound TCP socket for rank 0 to use.
     """
 
@@ -66,7 +66,7 @@ class OwnListeners:
         self._advertise = advertise
         self._share_files = share_files
         self._files: list[Callable[[], None]] = []  # each call removes one file
-        # Until the acceptor has them.
+        # Until ``pass_to``.
         self._tcp_listener = listener
         self._unix_listener: Listener | None = None
         self._member: Member | None = None
@@ -106,7 +106,7 @@ class OwnListeners:
         return self._member
 
     def own_file(self, remove: Callable[[], None]) -> None:
-        """Call ``remove`` at the end."""
+        """Call ``remove`` on close."""
         self._files.append(remove)
 
     def leave_files(self) -> None:
@@ -114,7 +114,7 @@ class OwnListeners:
         self._files.clear()
 
     def pass_to(self, acceptor: Acceptor) -> None:
-        """Let an acceptor listen and own the listeners."""
+        """Transfer the listeners to an acceptor."""
         for listener in self._all():
             acceptor.listen(listener)
         self._tcp_listener = self._unix_listener = None
@@ -147,11 +147,11 @@ class Owner(Audience, Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed."""
+        """Whether the backend is closed."""
         ...
 
     def on_formed(self, world: World) -> None:
-        """Take the list of the ranks, before any of them can dial."""
+        """Store the world, before any rank can dial this one."""
 
     def look_for_silence(self) -> None:
         """Check for silent connections; called twice a second."""
@@ -161,7 +161,7 @@ class Owner(Audience, Protocol):
         ...
 
     def enter(self, hello: Hello, sock: ByteStream, seals: Seals | None) -> None:
-        """Take the connection of an admitted rank."""
+        """Own the connection of an admitted rank."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -169,9 +169,9 @@ class Formation:
     """Forms the world, and owns the control connections of a rank.
 
     Attributes:
-        address: Where the world forms, with the port that was chosen.
+        address: Where the world forms, with the actual port.
         job: Ranks of another job are refused.
-        has_coordinator: Whether a launcher coordinates, and not rank 0.
+        has_coordinator: Whether a launcher coordinates instead of rank 0.
         acceptor: Accepts and reads connections; None in a world of one rank.
     """
 
@@ -187,8 +187,6 @@ class Formation:
     _epoch: int = field(default=0, init=False)
     _coordinator: Coordinator | None = field(default=None, init=False)
     _membership: Membership | None = field(default=None, init=False)
-
-    # -- forming -----------------------------------------------------------------------------------
 
     def form(self, deadline: Deadline) -> None:
         """Wait until all ranks are up and can dial each other; raise as ``TcpBackend`` does."""
@@ -215,7 +213,7 @@ class Formation:
             # Rank 0 may listen on all interfaces: use the address that reached it.
             world.members[0] = msgspec.structs.replace(world.members[0], host=self.address.host)
         self._formed(world)
-        # Peers are accepted only now; those that have dialled wait in the listeners' backlog.
+        # Peers that dialled earlier are waiting in the listeners' backlog.
         acceptor = self._make_acceptor()
         self._membership = Membership(control, world, acceptor, self.owner)
         self._membership.begin(rest)
@@ -253,7 +251,7 @@ class Formation:
         self._coordinator.wait_formed(deadline)
 
     def _find_key_of(self, hello: Hello) -> bytes:
-        """Return the key of the rank that a peer claims to be; a random key if there is none.
+        """Return the key of the rank that a peer claims to be, or a random key if there is none.
 
         Runs on the acceptor's thread.
         """
@@ -274,8 +272,6 @@ class Formation:
         self.acceptor.call_every(_LOOK_EVERY, self.owner.look_for_silence)
         self.listeners.pass_to(self.acceptor)
         return self.acceptor
-
-    # -- once formed -------------------------------------------------------------------------------
 
     def hello(self, purpose: Purpose, peer: int, service: int = 0) -> Hello:
         """Return the greeting for a connection to a peer."""
@@ -303,9 +299,9 @@ class Formation:
         self._coordinator.enter(hello.rank, sock, seals)
 
     def report(self, message: Report, patience: float = 0.0) -> bool:
-        """Send the coordinator a report or a question; wait ``patience`` seconds until it is sent.
+        """Send the coordinator a report or question; wait ``patience`` seconds until it is sent.
 
-        Safe from any thread. Returns False in a world of one rank, which has no coordinator.
+        Return False in a world of one rank, which has no coordinator. Safe from any thread.
         """
         if self.acceptor is None:
             return False
@@ -329,12 +325,10 @@ class Formation:
         counting = self._membership if coordinator is None else coordinator.watch
         return {} if counting is None else counting.silences()
 
-    # -- ending ------------------------------------------------------------------------------------
-
     def close(self, fallen: Fallen | None = None) -> None:
         """Leave the world, stop listening and remove the files. Idempotent.
 
-        ``fallen`` is the failure of this rank, if it does not leave in an orderly way.
+        ``fallen`` is this rank's failure, or None if it leaves without an error.
         """
         if self.acceptor is not None:
             self.acceptor.close()
@@ -342,8 +336,8 @@ class Formation:
             self._coordinator.close(fallen)
         if self._membership is not None:
             if fallen is not None and self._membership.has_ended:
-                # No rank can be notified. A removed file would mean an orderly exit, so it stays;
-                # the next world removes it.
+                # No rank can be notified. A removed file would mean that this rank left without an
+                # error, so keep it; the next world removes it.
                 self.listeners.leave_files()
             self._membership.leave(fallen)
         self.listeners.close()

@@ -1,12 +1,12 @@
-"""Judge silent ranks by their heartbeats. Pure: the caller passes the time.
+"""Judge silent ranks by their heartbeats; the caller passes the time.
 
 The states of a rank::
 
     HEARD      silent for suspect_after seconds  -> SUSPECTED
-    SUSPECTED  heard again                       -> HEARD
-    SUSPECTED  silent for fail_after seconds     -> FAILED
+    SUSPECTED  heard again                       -> HEARD SUSPECTED  silent for fail_after seconds
+    -> FAILED
 
-Time in which the judge itself did not run counts against no rank.
+Time in which this process did not run does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from rankwire.wire.control_messages import Gone, Patience, Suspected
 
-# A judge that is so many beats late was not running.
+# A judge that is this many beats late was not running.
 _LATE_BEATS = 3.0
 
 
@@ -31,12 +31,12 @@ class Silence:
         self._returned = -math.inf  # when the judge ran again after a long absence
 
     def heard(self, rank: int, now: float) -> None:
-        """Record that a rank was heard."""
+        """Record a sign of life from a rank."""
         if rank in self._heard:
             self._heard[rank] = now
 
     def watch(self, rank: int, now: float) -> None:
-        """Watch one more rank."""
+        """Start watching a rank."""
         self._heard[rank] = now
 
     def forget(self, rank: int) -> None:
@@ -50,13 +50,14 @@ class Silence:
         return {rank: now - at for rank, at in list(self._heard.items()) if now - at > limit}
 
     def was_absent(self, now: float) -> bool:
-        """Return whether the judge was stopped so long that ranks may have given it up."""
-        # Half of their limit: they count from the last beat received, the judge from the last sent.
+        """Return whether this process was stopped so long that ranks may have given it up."""
+        # Half of their limit: they count from the last beat received, this process from the last
+        # sent.
         limit = self._patience.fail_after
         return now - self._judged > limit / 2 or now - self._returned < limit
 
     def judge(self, now: float) -> list[Suspected | Gone]:
-        """Return what has changed since the last call. To be called every beat."""
+        """Return the changes since the last call. Call it every beat."""
         self._pardon(now)
         changes: list[Suspected | Gone] = []
         for rank, at in list(self._heard.items()):

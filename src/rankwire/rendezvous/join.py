@@ -1,7 +1,7 @@
 """Join a world: dial the coordinator until it sends the list of all ranks.
 
-The coordinator (rank 0 or a launcher) may start later, restart or be slow, so dialling is repeated
-with growing, jittered pauses.
+The coordinator (rank 0 or a launcher) may start later, restart or be slow, so retry with growing,
+jittered pauses.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from rankwire.wire.frames import Frame, whole_of
 from rankwire.wire.handshake import Hello
 from rankwire.wire.seals import Seals
 
-# The secret file may be an earlier job's until rank 0 replaces it, so one refusal proves nothing.
+# The secret file may belong to an earlier job until rank 0 replaces it, so retry when refused.
 _AUTHENTICATION_TRIES = 3
 
 
 @dataclass
 class Attempts:
-    """Records the attempts of one rank to join, and makes the error if all of them fail.
+    """Records one rank's attempts to join, and creates the error if all fail.
 
-    ``deadline`` limits all attempts together. Of the last one, ``missing`` has the ranks that had
-    not joined, and ``is_connected`` says whether the connection was accepted.
+    ``deadline`` limits all attempts together. ``missing`` has the ranks that had not joined in the
+    last attempt, and ``is_connected`` says whether its connection was accepted.
     """
 
     rank: int
@@ -78,9 +78,9 @@ class Attempts:
 
     @property
     def trouble(self) -> RankwireError | None:
-        """The error that explains most: a failed handshake rather than a connection refused later.
+        """The most informative error: a failed handshake, or else the last refused connection.
 
-        By then the coordinator may have given up for the same reason.
+        The coordinator may refuse connections because it has given up after such a handshake.
         """
         return self._troubles.get(True) or self._troubles.get(False)
 
@@ -96,11 +96,11 @@ class Attempts:
         self._is_admitted = True
 
     def failed(self, trouble: RankwireError) -> None:
-        """Record why the attempt failed."""
+        """Record the error of the attempt."""
         self._troubles[self.is_connected] = trouble
 
     def refused(self, error: AuthenticationError) -> None:
-        """Record that authentication failed; raise the error if it has failed too often."""
+        """Record that authentication failed; raise the error after too many failures."""
         self._refusals += 1
         if self._refusals >= _AUTHENTICATION_TRIES:
             peer = None if self.has_coordinator else 0
@@ -108,16 +108,16 @@ class Attempts:
         self.failed(error)
 
     def note_missing(self, missing: list[int]) -> None:
-        """Record the ranks that the coordinator waits for.
+        """Record the ranks that the coordinator is waiting for.
 
-        Shortly before the deadline add none: other ranks then give up for the same reason.
+        Shortly before the deadline, add none: other ranks then give up for the same reason.
         """
         if is_last_moment(self.deadline) and self.missing:
             missing = [rank for rank in missing if rank in self.missing]
         self.missing = missing
 
     def too_late(self) -> RendezvousError:
-        """Return the error that says why this rank did not join within its limit."""
+        """Return the error for a rank that did not join in time."""
         limit = f"within {self.deadline.limit:g} s"
         reason = f"the world did not form {limit}"
         if not self._is_admitted:
@@ -141,9 +141,10 @@ class Joiner:
     """Joins one rank to the world.
 
     Args:
-        find_key: Called after each connect; returns the handshake key, None if there is none yet.
+        find_key: Called after each connect; returns the handshake key, or None if there is none
+            yet.
         describe: Called with the local address that reached the coordinator; listens there and
-            returns where.
+            returns this rank's entry.
         deadline: The limit for all attempts together.
     """
 
@@ -167,9 +168,9 @@ class Joiner:
     def join(self) -> tuple[World, Connection, list[Frame]]:
         """Dial the coordinator and wait until the whole world has joined.
 
-        Returns the world, the control connection, and frames that were received after the world.
-        Raises RendezvousError if the coordinator refused or was not reached, or ranks are missing,
-        and AuthenticationError if the secrets differ.
+        Returns the world, the control connection, and the frames received after the world. Raises
+        RendezvousError if the coordinator refused or was not reached, or ranks are missing, and
+        AuthenticationError if the secrets differ.
         """
         attempts = self._attempts
         pause = _FIRST_PAUSE
@@ -214,7 +215,7 @@ class Joiner:
         if key is None:
             raise self._no_secret()
         self._without_secret = None
-        # The listener may not be a coordinator, and never answer.
+        # The listener may not be a coordinator, and may never answer.
         limit = self.deadline.sooner(HANDSHAKE_LIMIT)
         return authenticate(sock, self.hello, key=key, deadline=limit, policy=self.policy)
 

@@ -1,7 +1,7 @@
 """Connect the launchers of one job on several hosts.
 
-Each launcher reports to the launcher of node 0 how many ranks it has and how they ended; node 0
-starts and stops all. If a launcher's connection ends, the job fails.
+Each launcher reports its ranks and how they ended to the launcher of node 0, which starts and stops
+all ranks. If a launcher's connection ends, the job fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankwire.wire.frames import whole_of
 from rankwire.wire.handshake import Hello, Purpose, handshake_key, job_id
 from rankwire.wire.seals import Seals
 
-# ``Start`` brings the name of the job; until then only the secret tells jobs apart.
+# ``Start`` contains the job's name; before that, only the secret tells jobs apart.
 LAUNCH_JOB = "rankwire run"
 _MAX_LAUNCHER_NBYTES = 16 << 20
 _TELLING_PATIENCE = 0.5
@@ -33,7 +33,7 @@ _MAX_LINES = 100  # the last lines of a rank's stderr
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """To node 0: this launcher is ready to start so many ranks."""
+    """To node 0: this launcher is ready to start this many ranks."""
 
     ranks: int
     host: str
@@ -42,11 +42,11 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """From node 0: start your ranks."""
 
-    world_size: int  # on all hosts
+    world_size: int  # total of all hosts
     first_rank: int
-    job: str  # another one with each attempt
-    attempt: int  # how many times the ranks were started before
-    stays: bool = False  # when all its ranks have ended, because one may be restarted
+    job: str  # differs in each attempt
+    attempt: int  # how often the ranks were started before
+    stays: bool = False  # wait after all its ranks have ended, because one may be restarted
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
@@ -57,7 +57,7 @@ class Restart(msgspec.Struct, frozen=True, tag="restart"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """From node 0: kill one of your ranks, which was given up."""
+    """From node 0: kill one of your ranks, which all ranks gave up."""
 
     rank: int
 
@@ -72,8 +72,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     rank: int
     code: int | None
     signal: int | None
-    is_oom: bool  # the kernel killed it because memory ran out
-    by_itself: bool  # it was not asked to end
+    is_oom: bool  # the kernel killed it for lack of memory
+    by_itself: bool  # no launcher asked it to end
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -87,7 +87,7 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """To node 0: all ranks of this launcher have ended, some when ``stopped`` or ``killed``."""
+    """To node 0: all ranks of this launcher have ended, some after being stopped or killed."""
 
     stopped: list[int]
     killed: list[int]
@@ -101,7 +101,7 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """To node 0: the job cannot go on here, for this reason; exit with this code."""
+    """To node 0: the job cannot continue here; exit with this code."""
 
     text: str
     code: int
@@ -140,7 +140,7 @@ def _harmless(message: Message) -> Message:
 
 
 class LauncherLink:
-    """Connects two launchers. For one thread. It closes its stream."""
+    """Connects two launchers. For one thread. It owns its stream."""
 
     def __init__(self, stream: ByteStream, node: int, clock: Clock, seals: Seals | None) -> None:
         expect_prompt_reading(stream)
@@ -154,7 +154,7 @@ class LauncherLink:
         return self._connection.fileno()
 
     def tell(self, message: Message) -> None:
-        """Send a message; if that fails, the next ``receive`` raises the error."""
+        """Send a message; on an error, the next ``receive`` raises it."""
         payload, patience = _encode(message), Deadline(_TELLING_PATIENCE, self._clock)
         try:
             self._connection.send(CONTROL, ([payload], len(payload)), patience)
@@ -164,7 +164,7 @@ class LauncherLink:
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, without waiting.
 
-        Raises RankwireError if the other launcher is gone, or sent an invalid message.
+        Raises RankwireError if the other launcher is gone or sent an invalid message.
         """
         if self._connection.failure is not None:
             raise _of_a_launcher(self._connection.failure)
@@ -206,9 +206,9 @@ def dial_launcher(
 ) -> LauncherLink:
     """Connect once to the launcher of node 0.
 
-    ``check`` is called repeatedly while waiting; an exception from it ends the wait. Raises
-    NoConnectionError if no launcher listens there yet, AuthenticationError, RendezvousError if node
-    0 refuses this node, and DeadlineExceededError.
+    It calls ``check`` repeatedly while it waits; an exception from it ends the wait. Raises
+    NoConnectionError if no launcher listens yet, AuthenticationError, RendezvousError if node 0
+    refuses this node, and DeadlineExceededError.
     """
     limit = deadline.sooner(HANDSHAKE_LIMIT)
     where = TcpAddress.parse(address)

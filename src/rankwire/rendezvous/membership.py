@@ -1,4 +1,4 @@
-"""Keep a member's control connection once the world has formed.
+"""Keep a member's control connection in a formed world.
 
 It exchanges heartbeats with the coordinator, and receives which ranks are silent or gone. It runs
 on the acceptor's thread.
@@ -38,10 +38,10 @@ class Audience(Protocol):
     """Handles the coordinator's messages. Called on the acceptor's thread; must not block."""
 
     def on_gone(self, gone: Gone) -> None:
-        """Handle that a rank has died or left."""
+        """Handle the loss or departure of a rank."""
 
     def on_joined(self, joined: Joined) -> None:
-        """Handle that a restarted rank will dial, and can be dialled."""
+        """Handle a restarted rank, which may now dial or be dialled."""
 
     def on_question(self, question: Question) -> Answer:
         """Return what this process is doing."""
@@ -51,13 +51,13 @@ class Audience(Protocol):
         """Handle the answer to a question of this rank."""
 
     def on_suspected(self, suspected: Suspected) -> None:
-        """Handle that a rank has become silent, or is heard again."""
+        """Handle a rank that became silent, or was heard again."""
 
     def on_notice(self, notice: Notice) -> None:
         """Handle a notice about a collective."""
 
     def on_agent_answer(self, number: int) -> None:
-        """Handle the answer to a numbered message of an agent of this rank."""
+        """Handle the answer to a numbered message of this rank's agent."""
 
     def on_silences(self, silent: dict[int, float]) -> None:
         """Handle a heartbeat, with the ranks that missed theirs."""
@@ -85,7 +85,7 @@ class Membership:
         self.has_ended = False
 
     def begin(self, heard_already: list[Frame]) -> None:
-        """Begin with the frames that were received after the world."""
+        """Begin with the frames received after the world."""
         self._acceptor.watch(self._control, self._heard, self._ended)
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._heard(heard_already)
@@ -126,7 +126,7 @@ class Membership:
             if isinstance(change, Suspected):
                 self._audience.on_suspected(change)
                 continue
-            # If it wakes up, it must not take the end of this connection for a loss.
+            # If the coordinator resumes, it must not treat the end of this connection as a loss.
             tell(self._control, change)
             self._acceptor.unwatch(self._control)
             error = PeerUnresponsiveError(change.rank, change.reason)
@@ -142,7 +142,7 @@ class Membership:
         return {} if self.has_ended else self._silence.lengths(self._now())
 
     def leave(self, fallen: Fallen | None) -> None:
-        """Leave the world in an orderly way, or with a failure that the coordinator passes on."""
+        """Leave the world; notify the coordinator of this rank's failure, if any."""
         if fallen is None:
             self._control.farewell(AT_ONCE)
         else:

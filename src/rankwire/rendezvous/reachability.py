@@ -22,16 +22,16 @@ from rankwire.transports.tcp_stream import TcpAddress, connect_tcp
 from rankwire.wire.control_messages import Join, Member
 
 _LIMIT = 5.0
-_LOOK = 1.0  # seconds for one address that does not answer, such as behind a firewall
+_LOOK = 1.0  # seconds for an address that does not answer, for example behind a firewall
 _PAUSE = 0.1  # seconds between two rounds over all addresses
 
 
 class Reachability:
-    """Connects to each rank that joins, on a thread of its own, and closes the connection again.
+    """Connects to each joining rank on a separate thread, and closes the connection again.
 
-    Behind address translation or a firewall the address that a rank advertises may not work. The
-    methods run on the acceptor's thread, which calls ``on_answer`` with the connection and the join
-    request of a rank that is still connected, and why it cannot be reached, or an empty text.
+    Behind address translation or a firewall, a rank's advertised address may not work. The methods
+    run on the acceptor's thread. It calls ``on_answer`` for each rank that is still connected, with
+    its connection, its join request, and why it cannot be reached or "".
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Reachability:
             self._try(rank, connection, join)
 
     def forget(self, rank: int) -> None:
-        """Drop the request of a rank that is gone."""
+        """Drop the request of a lost rank."""
         self._waiting.pop(rank, None)
 
     def _try(self, rank: int, connection: Connection, join: Join) -> None:
@@ -65,7 +65,7 @@ class Reachability:
             if self._waiting[rank][0] is connection:
                 del self._waiting[rank]
                 self._on_answer(connection, join, trouble)
-            else:  # it has connected again
+            else:  # the rank connected again
                 self._try(rank, *self._waiting[rank])
 
         call_back(
@@ -77,7 +77,7 @@ class Reachability:
 
 
 def call_back(member: Member, tell: Callable[[str], None], clock: Clock) -> None:
-    """Connect to a member on a new thread, and pass ``tell`` the error text or an empty text."""
+    """Connect to a member on a new thread, and pass ``tell`` the error text or ""."""
 
     def attempt() -> None:
         trouble = ""
@@ -114,9 +114,9 @@ def _is_here(host: str) -> bool:
 
 
 def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
-    """Wait until a process listens at one of the addresses, and return it.
+    """Wait until a process listens at one of the addresses, and return that address.
 
-    Raises RendezvousError if none does in time.
+    Raises RendezvousError on timeout.
     """
     while True:
         for address in addresses:
@@ -132,10 +132,10 @@ def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
 
 
 def allow_files(more: int) -> int:
-    """Raise the soft limit of open files so that ``more`` can be opened; return how many lack.
+    """Raise the soft limit of open files by ``more``; return how many are missing.
 
     Most systems have a soft limit of 1024, for programs that use ``select``, and a much higher hard
-    limit. Child processes inherit the new one.
+    limit. Child processes inherit the new limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_now() + more

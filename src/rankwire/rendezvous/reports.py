@@ -1,4 +1,4 @@
-"""Pass on what ranks report to the coordinator, ask each other, and answer."""
+"""Forward the reports, questions and answers of ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rankwire.wire.control_messages import (
 
 _log = logging.getLogger("rankwire")
 
-_MOST_OPEN = 64  # questions of one rank that are passed on and not answered
-_OPEN_FOR = 1.0  # seconds; no rank waits so long for an answer
-_SUMMARY = -1  # asks for the summary of a failure
+_MOST_OPEN = 64  # unanswered questions of one rank
+_OPEN_FOR = 1.0  # seconds; no rank waits this long for an answer
+_SUMMARY = -1  # the asker of questions for the summary of a failure
 
 
 class Told(NamedTuple):
@@ -35,18 +35,18 @@ class Told(NamedTuple):
 
     Attributes:
         on_formed: The world is complete; called before any other rank is notified.
-        on_gone: A rank has died or left after the world formed, also by ``close``; with the
-            coordinator's own rank, or -1: the ranks have given up the coordinator.
-        on_suspected: A rank has become silent, or is heard again.
+        on_gone: A rank died or left after the world formed, also during ``close``. The rank is the
+            coordinator's own, or -1, if the ranks gave up the coordinator.
+        on_suspected: A rank became silent, or was heard again.
         on_hopeless: Another rank will never join; called once, after waiting ranks were notified.
-        on_joined: A restarted rank is back; called when the others are notified.
-        on_doing: A rank for which a failed one had waited has said what it is doing.
+        on_joined: A restarted rank rejoined; called when the others are notified.
+        on_doing: A rank for which a failed one had waited reported what it is doing.
         on_question: Returns what the coordinator's own rank is doing.
-        on_answer: A question of the coordinator's own rank is answered.
+        on_answer: An answer to the coordinator's own rank.
         on_notice: A notice about a collective, for the coordinator's own rank.
-        ending_of: Returns how the process of a rank ended whose connection closed without a
-            message; empty if that is not known yet.
-        on_agent_answer: The message of an agent of the coordinator's own rank is answered.
+        ending_of: Returns how a rank's process ended whose connection closed without a message, or
+            "" if that is not known yet.
+        on_agent_answer: An answer to an agent of the coordinator's own rank.
     """
 
     on_formed: Callable[[World], None] = lambda world: None
@@ -95,7 +95,7 @@ class Reports:
         self._summarized: set[int] = set()  # ranks that were asked for the summary
 
     def take_notice(self, rank: int, notice: Notice) -> None:
-        """Take a rank's report about a collective."""
+        """Handle a rank's report about a collective."""
         for other, told in self.roll.hear(rank, notice):
             if other == self._coordinator:
                 self._told.on_notice(told)
@@ -103,11 +103,11 @@ class Reports:
                 tell(self._controls[other], told)
 
     def take_agent(self, rank: int, says: AgentSays) -> None:
-        """Take a rank's report about an agent."""
+        """Handle a rank's report about an agent."""
         self._answer(self._attendance.hear(rank, says))
 
     def forget_agents(self, rank: int) -> None:
-        """Drop the agents of a rank that is gone, and answer the agents that waited for them."""
+        """Drop the agents of a lost rank, and answer the agents that waited for them."""
         self._answer(self._attendance.forget(rank))
 
     def _answer(self, answers: Answers) -> None:
@@ -119,14 +119,14 @@ class Reports:
                 self._told.on_agent_answer(number)
 
     def ask(self, ranks: Iterable[int]) -> None:
-        """Ask ranks what they do, each once. To be called before they learn of a failure."""
+        """Ask each rank once what it is doing. Call it before notifying them of a failure."""
         for rank in ranks:
             if rank not in self._summarized and self._has(rank):
                 self._summarized.add(rank)
                 self.take_question(_SUMMARY, Question(rank, rank, wants_stacks=True))
 
     def take_question(self, asker: int, question: Question) -> None:
-        """Pass a question on; drop it if the asker has too many open, or if it asks in vain."""
+        """Forward a question, unless the asker has too many open or the rank is gone."""
         question = replace(question, asker=asker)
         if question.rank == self._coordinator:
             self._deliver(question.rank, self._told.on_question(question))
@@ -141,7 +141,7 @@ class Reports:
             tell(self._controls[question.rank], question)
 
     def take_answer(self, rank: int, answer: Answer) -> None:
-        """Pass an answer on to the rank that has asked; drop it if none has, or no longer waits."""
+        """Forward an answer to the asking rank, if that rank asked and still waits."""
         asked = self._open.get(answer.asker, {})
         if answer.number in asked and asked[answer.number].rank == rank:
             del asked[answer.number]
@@ -152,7 +152,7 @@ class Reports:
     def _deliver(self, rank: int, answer: Answer) -> None:
         if answer.asker == _SUMMARY:
             self._told.on_doing(rank, answer)
-            self.ask(answer.waits_for)  # of a circle too: each is asked once
+            self.ask(answer.waits_for)  # also in a circle: each rank is asked once
         elif answer.asker == self._coordinator:
             self._told.on_answer(answer)
         elif self._has(answer.asker):
@@ -162,6 +162,6 @@ class Reports:
         return rank in self._controls and self._is_member(rank)
 
     def forget_questions(self, rank: int) -> None:
-        """Forget what a rank has asked whose control connection has ended; it may come back."""
+        """Drop the questions of a rank that disconnected; it may rejoin."""
         self._open.pop(rank, None)
         self._summarized.discard(rank)

@@ -1,4 +1,4 @@
-"""Record what the ranks of a world report: where they wait, and what their agents do. Pure."""
+"""Record what the ranks of a world report: where they wait, and what their agents do."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Told = Iterator[tuple[int, Notice]]
 Answers = list[tuple[int, int]]  # ranks, and the numbers of the messages to answer
 _Key = tuple[int, tuple[int, ...]]
 
-_MOST_GROUPS = 64  # in which one rank may wait at a time; of more, the oldest report is dropped
-_MOST_NUMBERS = 16  # operations of a group whose descriptions are kept
-_MOST_FAILURES = 16  # failed operations of a group that are kept
-_MOST_WAYS = 4  # descriptions of one operation that are kept
+_MOST_GROUPS = 64  # in which one rank may wait at a time; beyond that, the oldest report is dropped
+_MOST_NUMBERS = 16  # operations of a group with known descriptions
+_MOST_FAILURES = 16  # failed operations of a group
+_MOST_WAYS = 4  # descriptions of one operation
 MAX_AGENTS = 4096  # of one rank; each has threads and a descriptor
 
 
@@ -25,16 +25,15 @@ class Roll:
     """Records which rank waits in which operation of which group. For one thread at a time.
 
     A rank reports once that it waits in an operation, may ask once which ranks are missing, and
-    reports that an operation has failed. The roll answers only if it has news:
+    reports a failed operation. The roll answers only with news:
 
-    - Two ranks describe the operation of one number differently: all members get both descriptions.
-      A report also lists the operations before it, so a rank that had nothing to wait for in such
-      an operation, and went on, is found as well.
-    - An operation has failed on one rank: all members are notified, once.
-    - A rank waits in an operation that has failed, or missed an earlier failure: it is notified.
+    - Two ranks describe an operation differently: all members get both descriptions. A report also
+      lists earlier operations, to find a rank that continued because it had nothing to wait for.
+    - An operation failed on one rank: all members are notified, once.
+    - A rank waits in a failed operation, or missed an earlier failure: it is notified.
     - A rank asks for the missing ranks: it gets those not yet in this operation or a later one.
 
-    So a late rank costs one message from each rank that waits, and two more near its deadline. The
+    So a late rank costs one message from each waiting rank, and two more near its deadline. The
     records are bounded for each rank, and dropped when the rank is gone.
     """
 
@@ -44,9 +43,9 @@ class Roll:
         self._of_rank: dict[int, OrderedDict[_Key, None]] = {}
 
     def hear(self, src: int, notice: Notice) -> Told:
-        """Take a report of a rank, and yield the ranks to notify with their notices.
+        """Handle a rank's report, and yield the ranks to notify with their notices.
 
-        A notice counts as sent when the caller asks for the next one, so a report that is repeated
+        A notice counts as sent when the caller requests the next one, so a report that is repeated
         after an interrupt is sent again.
         """
         members = notice.members or self._world
@@ -60,7 +59,7 @@ class Roll:
         yield from group.failed(notice) if notice.is_failure else group.waits(notice)
 
     def forget(self, rank: int) -> None:
-        """Drop the reports of a rank that is gone."""
+        """Drop the reports of a lost rank."""
         for key in self._of_rank.pop(rank, ()):
             self._drop(rank, key)
 
@@ -84,7 +83,7 @@ class _GroupRoll:
     def __init__(self, members: tuple[int, ...]) -> None:
         self._members = members
         self.last: dict[int, int] = {}
-        # By number: each description, with its first report.
+        # Each description with its first report, by number.
         self._described: dict[int, dict[str, Notice]] = {}
         self._failed: dict[int, Notice] = {}
 
@@ -95,7 +94,7 @@ class _GroupRoll:
             yield told
         if not is_told:
             for number, failure in sorted(self._failed.items()):
-                if notice.epoch <= number <= notice.sequence:  # it began before it was notified
+                if notice.epoch <= number <= notice.sequence:  # it began before the notice
                     is_told = True
                     yield notice.src, failure
         if notice.state == "asking" and not is_told:
@@ -110,7 +109,7 @@ class _GroupRoll:
     def failed(self, notice: Notice) -> Told:
         if notice.sequence not in self._failed:
             yield from self._to_all_but(notice.src, notice)
-            # The rank drops what others have sent, or will send, for the operation.
+            # The rank drops the messages of other ranks for that operation.
             for other in list(self._described.get(notice.sequence, {}).values()):
                 if other.description != notice.description:
                     yield notice.src, other
@@ -119,7 +118,7 @@ class _GroupRoll:
             yield from self._describe(notice)
 
     def _compare(self, notice: Notice) -> Told:
-        """Compare a report with those of other ranks; notify all members if one contradicts it."""
+        """Compare a report with those of other ranks; notify all members of a contradiction."""
         earlier = [replace(notice, sequence=n, description=d, where="") for n, d in notice.before]
         for account in (*earlier, notice):
             first = next(iter(self._described.get(account.sequence, {}).values()), account)
@@ -130,10 +129,10 @@ class _GroupRoll:
             yield from self._describe(account)
 
     def _contradiction(self, first: Notice, second: Notice) -> Notice | None:
-        """Return how an operation fails because two ranks cannot both be right about it."""
+        """Return the failure of an operation that two ranks describe differently."""
         begin, number = min(first.epoch, second.epoch), first.sequence
         if any(begin <= failed <= number for failed in self._failed):
-            return None  # the ranks are notified of that
+            return None  # the ranks are notified of that failure
         if first.epoch != second.epoch:
             knows, other = sorted((first, second), key=lambda each: -each.epoch)
             return self._unreported_failure(knows, other)
@@ -178,7 +177,7 @@ class _GroupRoll:
             del self._failed[min(self._failed)]
 
     def _to_all_but(self, src: int, notice: Notice) -> Told:
-        """Address all members; last the one that caused a failure, because it may leave then."""
+        """Address all members, the culprit last, because it may leave then."""
         first = [r for place, r in enumerate(self._members) if place != notice.culprit]
         last = [r for place, r in enumerate(self._members) if place == notice.culprit]
         return ((rank, notice) for rank in (*first, *last) if rank != src)
@@ -194,9 +193,9 @@ def _lines(*places: tuple[int, str]) -> str:
 class Attendance:
     """Tracks the agents of each name, and which wait for the others to leave. For one thread.
 
-    An agent that leaves keeps serving until each other agent of its name has left, only serves, or
-    is on a lost rank. It does not wait for agents of its own thread, so ``with RpcAgent(a),
-    RpcAgent(b):`` can leave them one after the other.
+    A leaving agent keeps serving until each other agent of its name has left, only serves, or is on
+    a lost rank. It does not wait for agents of its own thread, so ``with RpcAgent(a),
+    RpcAgent(b):`` can leave them in turn.
     """
 
     def __init__(self) -> None:
@@ -204,7 +203,7 @@ class Attendance:
         self._services_of: defaultdict[int, set[int]] = defaultdict(set)
 
     def hear(self, rank: int, says: AgentSays) -> Answers:
-        """Take an agent's message; return the messages to answer.
+        """Handle an agent's message; return the messages to answer.
 
         Raises ProtocolError if the rank has too many agents.
         """
@@ -215,7 +214,7 @@ class Attendance:
         return self._services[says.service].hear(rank, says) + self._settle(says.service, rank)
 
     def forget(self, rank: int) -> Answers:
-        """Drop the agents of a rank that is gone; return the messages to answer."""
+        """Drop the agents of a lost rank; return the messages to answer."""
         answers: Answers = []
         for number in [*self._services_of.get(rank, ())]:
             self._services[number].drop(rank)
@@ -242,7 +241,7 @@ class _Service:
         self._in_use: dict[int, int] = {}
         self._serving: dict[int, int] = {}
         self._leaving: dict[int, tuple[int, int]] = {}  # the owner, and the number to answer
-        # A leaving agent told these to stop serving; they count as in use.
+        # A leaving agent made these stop serving; they count as in use.
         self._stopped: set[int] = set()
 
     def hear(self, rank: int, says: AgentSays) -> Answers:
@@ -282,7 +281,7 @@ class _Service:
         return not (self._in_use or self._serving or self._leaving)
 
     def due(self) -> Answers:
-        """Remove and return the agents that wait for no other."""
+        """Remove and return the agents that need not wait any more."""
         owners: set[int] = set()
         for owner in self._in_use.values():
             owners.add(owner)

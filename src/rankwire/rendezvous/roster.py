@@ -1,4 +1,4 @@
-"""Keep the coordinator's knowledge of a world: members, keys, losses, ranks that rejoin. Pure."""
+"""Keep the coordinator's records of a world: members, keys, losses, ranks that rejoin."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wra
 class FormedWorld:
     """The members and keys of a formed world. For one thread.
 
-    ``members`` are all ranks in order. ``key_of`` returns the key with which a rank has joined.
-    ``gone`` has the reports of ranks that have died or left, and have not rejoined.
+    ``members`` are all ranks in order. ``key_of`` returns the key with which a rank joined.
+    ``gone`` has the reports of ranks that died or left and have not rejoined.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FormedWorld:
         self._world = replace(self._world, members=members, late=late)
 
     def joined_as_told_to(self, rank: int, member: Member) -> Joined:
-        """Return the message that tells a rank where a restarted member is, with their pair key."""
+        """Return the message to ``rank`` with a restarted member's address and their key."""
         key = pair_key(self._world_key, rank, member.rank, self._incarnations)
         return Joined(member, self._wrapped(rank, key))
 
@@ -63,7 +63,7 @@ class FormedWorld:
 
 
 def is_last_moment(deadline: Deadline) -> bool:
-    """Return whether the deadline is so near that other ranks give up too."""
+    """Return whether the deadline is so near that other ranks are giving up too."""
     return deadline.remaining() < min(0.25, deadline.limit / 4)
 
 
@@ -74,7 +74,7 @@ class Roster:
         self.world_size = world_size
         self.coordinator = -1 if me is None else me.rank
         self.members: dict[int, Member] = {} if me is None else {me.rank: me}
-        self.unreached: dict[int, str] = {}  # why ranks cannot be reached by others
+        self.unreached: dict[int, str] = {}  # why other ranks cannot reach them
         self.absent: dict[int, str] = {}  # why ranks will never join
         self.deadline: Deadline | None = None
         self.has_changed = False  # since ranks were notified of the missing ones
@@ -101,24 +101,24 @@ class Roster:
         return [rank for rank in self.absent if rank not in self.members]
 
     def strike(self, rank: int) -> None:
-        """Remove a rank that has disconnected; it may join again."""
+        """Remove a rank that disconnected; it may join again."""
         self.members.pop(rank, None)
         if self.deadline is not None and is_last_moment(self.deadline):
             self._gave_up.add(rank)
 
 
 class Rejoins:
-    """Tracks restarted ranks on their way back into their world. For one thread.
+    """Tracks restarted ranks that rejoin their world. For one thread.
 
     The states of one rank::
 
-        EXPECTED   its old process is gone, and a new one was started        -> ENTERED
+        EXPECTED   its old process has ended, and a new one was started      -> ENTERED
         ENTERED    it is authenticated, and has not sent its address         -> QUEUED, EXPECTED
         QUEUED     another rank rejoins before it                            -> ANNOUNCED, EXPECTED
         ANNOUNCED  some members have not acknowledged it                     -> a member, EXPECTED
 
-    One rank is announced at a time. Members acknowledge before the rank gets the world: when it
-    dials them, they know its new keys. If its connection ends on the way, it may begin again.
+    One rank is announced at a time. All members acknowledge it before it gets the world, so they
+    know its new keys when it dials them. If its connection ends, it may begin again.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Rejoins:
         return rank in self._expected
 
     def is_under_way(self, rank: int) -> bool:
-        """Return whether a rank is connected, and has not got the world yet."""
+        """Return whether a rank is connected, but not yet in the world."""
         return rank in self._entered
 
     def enter(self, rank: int) -> None:
@@ -145,11 +145,11 @@ class Rejoins:
         self._entered.add(rank)
 
     def queue(self, member: Member) -> None:
-        """Queue a rank that has said where it listens, and can be reached there."""
+        """Queue a rank that sent a reachable address."""
         self._queue.append(member)
 
     def announce(self, members: Iterable[int]) -> Member | None:
-        """Return the next rank to announce to these members, if there is one."""
+        """Return the next rank to announce to these members, if any."""
         if self._announced is not None or not self._queue:
             return None
         self._announced = self._queue.pop(0)
@@ -157,13 +157,13 @@ class Rejoins:
         return self._announced
 
     def know(self, witness: int, rank: int, incarnation: int) -> None:
-        """Record that a member acknowledges an announced rank."""
+        """Record that a member acknowledged the announced rank."""
         announced = self._announced
         if announced is not None and (announced.rank, announced.incarnation) == (rank, incarnation):
             self._witnesses.discard(witness)
 
     def complete(self) -> Member | None:
-        """Return, once, the announced rank that all members have acknowledged."""
+        """Return the announced rank once, when all members have acknowledged it."""
         member = self._announced
         if member is None or self._witnesses:
             return None
@@ -173,11 +173,11 @@ class Rejoins:
         return member
 
     def excuse(self, rank: int) -> None:
-        """Do not wait for the acknowledgement of a lost member."""
+        """Stop waiting for a lost member's acknowledgement."""
         self._witnesses.discard(rank)
 
     def fall_back(self, rank: int) -> bool:
-        """Reset a rank that disconnected on its way back; return whether it was announced."""
+        """Reset a rank that disconnected while rejoining; return whether it was announced."""
         self._entered.discard(rank)
         self._queue = [member for member in self._queue if member.rank != rank]
         if self._announced is None or self._announced.rank != rank:

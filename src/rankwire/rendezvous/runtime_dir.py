@@ -1,7 +1,7 @@
 """Find this user's runtime folder on this host, for socket files and secrets.
 
-A folder is used only if this user owns it, no other user can enter or replace it, and it is not a
-link. So it does not matter which process made it.
+A folder is safe if this user owns it, no other user can enter or replace it, and it is not a link.
+So any process may create it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 from rankwire import runtime
 from rankwire.errors import ConfigurationError
 
-# The folder to use; a launcher sets it for its ranks if it had to choose another.
+# The folder to use; a launcher sets it for its ranks if it chose another.
 RUNTIME_DIR = "RANKWIRE_RUNTIME_DIR"
 WHAT_TO_SET = f"Set {RUNTIME_DIR} to a folder of yours with mode 0700"
 _SHARED = Path("/tmp")
-# A socket address has room for 107 bytes, and a socket file's name for 33 of them.
+# A socket address has room for 107 bytes, and a socket file's name takes 33 of them.
 _LONGEST_FOLDER = 107 - 1 - 33
 
 _log = logging.getLogger("rankwire")
@@ -40,7 +40,7 @@ def host_id() -> str:
 
 
 def runtime_folder() -> Path:
-    """Return this user's runtime folder; log a warning, once, if it is not the first choice.
+    """Return this user's runtime folder; warn once if it is not the first choice.
 
     Raises ConfigurationError if no folder is safe.
     """
@@ -52,11 +52,11 @@ def runtime_folder() -> Path:
 
 
 def find_runtime_folder() -> tuple[Path, str]:
-    """Return the first safe folder, made if necessary, and why the folders before it are not safe.
+    """Return the first safe folder, and why the preceding ones are not safe.
 
     In this order: ``RANKWIRE_RUNTIME_DIR``; ``rankwire`` in ``XDG_RUNTIME_DIR``; ``rankwire-UID``
-    in ``/tmp``, which another user can make first; a folder for this host in this user's home.
-    Raises ConfigurationError if none is safe.
+    in ``/tmp``, which another user can create first; a folder for this host in this user's home.
+    The folder is created if necessary. Raises ConfigurationError if none is safe.
     """
     troubles: list[str] = []
     for candidate in _candidates():
@@ -76,8 +76,8 @@ def runtime_folders() -> Iterator[Path]:
 
 class _Candidate(NamedTuple):
     base: Path  # must exist and be safe
-    folders: tuple[Path, ...]  # below it, each for this user alone; the last is to be used
-    named: str = ""  # how the user named it, for the texts
+    folders: tuple[Path, ...]  # below it, for this user alone; the last is to be used
+    named: str = ""  # how the user specified it, for error texts
 
 
 def _candidates() -> Iterator[_Candidate]:
@@ -89,8 +89,8 @@ def _candidates() -> Iterator[_Candidate]:
         yield _Candidate(base, (base / "rankwire",), f"XDG_RUNTIME_DIR={asked}")
     user = os.geteuid()
     yield _Candidate(_SHARED, (_SHARED / f"rankwire-{user}",))
-    with suppress(KeyError):  # a user without an entry, as in containers
-        # Not $HOME: after sudo it may be another's. A home may be seen by several hosts.
+    with suppress(KeyError):  # a user without a passwd entry, as in containers
+        # Not $HOME: after sudo it may be another user's. Several hosts may share a home.
         host = hashlib.sha256(host_id().encode()).hexdigest()[:8]
         home = Path(pwd.getpwuid(user).pw_dir)
         yield _Candidate(home, (home / ".rankwire", home / ".rankwire" / host))
@@ -136,20 +136,20 @@ def _system_users() -> tuple[int, ...]:
 
 
 def new_socket_path() -> str:
-    """Return a path for a socket file; its name contains this process's id."""
+    """Return a path for a socket file whose name contains this process's id."""
     name = f"{namespace('pid')}-{runtime.getpid()}-{runtime.token_hex(4)}.sock"
     return str(runtime_folder() / name)
 
 
 def has_removed(path: str) -> bool:
-    """Return whether the owner of a socket file has removed it, as a process that leaves does."""
-    file = Path(path)  # one of another container may not be visible
+    """Return whether the owner of a socket file removed it, as a process does when it leaves."""
+    file = Path(path)  # a file of another container may not be visible
     return file.name.startswith(f"{namespace('pid')}-") and not file.exists()
 
 
 def remove_socket_file(path: str) -> None:
     """Remove the socket file of another process of this user."""
-    file = Path(path)  # named by that process, so it may be anywhere
+    file = Path(path)  # another process sent the path, so check it
     if file.suffix == ".sock" and file.parent in runtime_folders():
         file.unlink(missing_ok=True)
 
@@ -164,7 +164,7 @@ def sweep_socket_files() -> None:
 
 
 def namespace(kind: str) -> int:
-    """Return the number of this process's namespace of a kind; 0 if there are no namespaces."""
+    """Return the number of this process's namespace of a kind; 0 without namespaces."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:

@@ -1,7 +1,7 @@
-"""Read the rank of this process from the environment variables of its launcher. Pure.
+"""Read the rank of this process from the environment variables of its launcher.
 
-Other launchers than ours name no port for us, so their readers derive one from the job's identity,
-below the kernel's range for outgoing connections, unless the user has set one.
+Other launchers provide no port, so their readers derive one from the job's identity, below the
+kernel's range for outgoing connections, unless the user has set one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rankwire.errors import ConfigurationError
 WORLD_SIZE = "RANKWIRE_WORLD_SIZE"
 ADDRESS = "RANKWIRE_ADDRESS"
 JOB = "RANKWIRE_JOB"
-# "launcher" if the launcher coordinates the world, and not rank 0.
+# "launcher" if the launcher coordinates the world instead of rank 0.
 COORDINATOR = "RANKWIRE_COORDINATOR"
-# How many times `rankwire run` has started this rank before.
+# How many times `rankwire run` started this rank before.
 RESTART_COUNT = "RANKWIRE_RESTART_COUNT"
 # The port for worlds of other launchers, and which launcher to use if several are found.
 PORT = "RANKWIRE_PORT"
@@ -44,17 +44,17 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Names the rank of this process, and where its world forms."""
+    """The rank of this process, and where its world forms."""
 
     rank: int
     world_size: int
-    address: str  # ``host:port`` at which rank 0 listens, or the launcher if it coordinates
+    address: str  # ``host:port`` of rank 0, or of the launcher if it coordinates
     job: str = "default"
     launcher: str = OURS
     has_coordinator: bool = False
-    advice: str = ""  # what to try if the world does not form there
-    secret: bytes | None = field(default=None, repr=False)  # None: the backend is to find one
-    others: tuple[str, ...] = ()  # where rank 0 may listen instead, if its host is not known
+    advice: str = ""  # what to try if the world does not form
+    secret: bytes | None = field(default=None, repr=False)  # None: the backend finds one
+    others: tuple[str, ...] = ()  # other possible hosts of rank 0, if its host is not known
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -65,7 +65,7 @@ class Assignment:
 
 
 class Launcher(NamedTuple):
-    """Describes one kind of launcher. It always sets the variables that it ``needs``."""
+    """One kind of launcher. It always sets the variables that it ``needs``."""
 
     name: str
     key: str  # in ``RANKWIRE_LAUNCHER``
@@ -82,7 +82,7 @@ def find_assignment(environ: Environment) -> Assignment:
             if place is not None:
                 return place
         elif environ.get(RANK) and launcher.needs[0] == RANK:
-            break  # ours is incomplete: do not use another launcher's variables instead
+            break  # ours are incomplete: do not use another launcher's variables instead
     raise ConfigurationError(_nothing_fits(environ))
 
 
@@ -112,11 +112,8 @@ def _nothing_fits(environ: Environment) -> str:
     return "\n".join(lines)
 
 
-# -- one function per launcher ---------------------------------------------------------------------
-
-
 def read_rankwire_run(environ: Environment) -> Assignment:
-    """Read the variables of ``rankwire run``; users may set the first three by hand."""
+    """Read the variables of ``rankwire run``; users may set the first three."""
     return Assignment(
         rank=read_integer(environ, RANK),
         world_size=read_integer(environ, WORLD_SIZE),
@@ -131,7 +128,7 @@ def read_torchrun(environ: Environment) -> Assignment:
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     run = environ["TORCHELASTIC_RUN_ID"]
     seed = f"torchrun {host} {port} {run}"
-    # With the count, so that a process of the last attempt cannot join the next.
+    # With the count, so that a process of an earlier attempt cannot join.
     job = f"torchrun-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return _derived(environ, "torchrun", ("RANK", "WORLD_SIZE"), job, [host], seed)
 
@@ -149,9 +146,9 @@ def read_open_mpi(environ: Environment) -> Assignment:
 
 
 def _hosts_of_open_mpi(environ: Environment) -> list[str]:
-    """Return where rank 0 may run, the likeliest first; for rank 0, names of its own host.
+    """Return possible hosts of rank 0, the likeliest first; on rank 0, names of its own host.
 
-    Open MPI 4 gives each rank the addresses of ``mpiexec`` (daemon 0) and of its own host's daemon,
+    Open MPI 4 gives each rank the addresses of ``mpiexec`` (daemon 0) and of its own host's daemon
     and, except on the host of ``mpiexec``, the hosts of all daemons. Rank 0 is on the host of
     ``mpiexec`` if that runs ranks, else on the first of the others, unless the user maps ranks.
     """
@@ -182,7 +179,7 @@ def read_mpich(environ: Environment) -> Assignment | None:
     if environ.get("MPI_LOCALNRANKS") != environ["PMI_SIZE"]:
         named = environ.get("MASTER_ADDR")
         hosts = [named] if named else _hosts_of_allocation(environ)
-        # Each host has a proxy of its own, so its number does not identify the job.
+        # Each host has its own proxy, so the proxy's number does not identify the job.
         batch_job = environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID") or ""
         job, seed = "mpich", f"mpich several {batch_job}"
     return _derived(environ, "MPICH mpiexec", ("PMI_RANK", "PMI_SIZE"), job, hosts, seed)
@@ -195,14 +192,14 @@ def read_slurm(environ: Environment) -> Assignment:
     hosts = [next(expand_nodes(nodes))] if nodes else []
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
         hosts = [_LOOPBACK]
-    # SLURM_NTASKS may be the number of the whole allocation.
+    # SLURM_NTASKS may be that of the whole allocation.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     names = ("SLURM_PROCID", size)
     return _derived(environ, "Slurm srun", names, f"slurm-{job}", hosts, f"slurm {job}")
 
 
 def read_plain(environ: Environment) -> Assignment:
-    """Read ``RANK`` and the variables beside it, as Kubernetes operators and scripts set them."""
+    """Read ``RANK`` and its companions, as Kubernetes operators and scripts set them."""
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     address = _join(host, environ.get(PORT) or port)
     return Assignment(
@@ -218,7 +215,7 @@ def read_plain(environ: Environment) -> Assignment:
     )
 
 
-# The innermost launcher first.
+# Innermost launcher first.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(OURS, "rankwire", (RANK, WORLD_SIZE, ADDRESS), read_rankwire_run),
     Launcher(
@@ -246,9 +243,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
 )
 
 
-# -- addresses -------------------------------------------------------------------------------------
-
-
 def _derived(
     environ: Environment,
     launcher: str,
@@ -259,8 +253,8 @@ def _derived(
 ) -> Assignment:
     """Return an assignment with a derived address, unless the user has set one.
 
-    ``variables`` name the rank and the world size. ``hosts`` may run rank 0, the likeliest
-    first. ``seed`` identifies the job, or is empty.
+    ``variables`` name the rank and the world size. ``hosts`` may run rank 0, the likeliest first.
+    ``seed`` identifies the job, or is empty.
     """
     rank, world_size = (read_integer(environ, name) for name in variables)
     if environ.get(ADDRESS):
@@ -294,20 +288,17 @@ def _join(host: str, port: str) -> str:
 
 
 def read_integer(environ: Environment, name: str) -> int:
-    """Return the number in a variable; raise ConfigurationError if it is not an integer."""
+    """Return a variable as an integer, or raise ConfigurationError."""
     try:
         return int(environ[name])
     except ValueError:
         raise ConfigurationError(f"{name} is {environ[name]!r}, not an integer") from None
 
 
-# -- lists of nodes --------------------------------------------------------------------------------
-
-
 def expand_nodes(text: str) -> Iterator[str]:
     """Yield the host names in one of Slurm's lists, such as ``gpu[01-03,7],login``.
 
-    Of several brackets in one name, the last varies fastest. Raises ConfigurationError.
+    With several brackets in one name, the last varies fastest. Raises ConfigurationError.
     """
     names = [found[0] for found in _NAME.finditer(text)]
     if not names or ",".join(names) != text:
@@ -319,7 +310,7 @@ def expand_nodes(text: str) -> Iterator[str]:
 def expand_nodes_of_open_mpi(text: str) -> list[str]:
     """Return the host names in one of Open MPI's lists, such as ``gpu[2:1-3,7],login@0(5)``.
 
-    The number before the colon says how many digits the others have. Raises ConfigurationError.
+    The number before the colon is the width of the others. Raises ConfigurationError.
     """
     names = text.partition("@")[0]
 

@@ -2,8 +2,8 @@
 
 Sources of the secret, in this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``;
 ``RANKWIRE_SECRET``; on loopback, a file that rank 0 writes into this user's runtime folder. A
-launcher keeps the secret and gives each rank only its ``RankKey``. The secret is never logged and
-never in a ``repr``.
+launcher keeps the secret and gives each rank only its ``RankKey``. The secret never appears in logs
+or in a ``repr``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _from_environment: bytes | None = None
 
 
 def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) -> bytes | None:
-    """Return the secret that the user gave; None if rank 0 is to write one to a file.
+    """Return the user's secret, or None if rank 0 is to write one to a file.
 
-    Raises ConfigurationError if a secret is needed and was not given, or is too short.
+    Raises ConfigurationError if a secret is needed but missing, or is too short.
     """
     found = _given_or_read(secret)
     if found is not None and len(found) < MIN_SECRET_NBYTES:
@@ -72,24 +72,24 @@ def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) 
 
 
 def is_secret_given() -> bool:
-    """Return whether the environment of this process names a secret."""
+    """Return whether the environment contains a secret."""
     return bool(os.environ.get("RANKWIRE_SECRET_FILE")) or _read_environment() is not None
 
 
 def read_secret_file(name: str, *, named: str) -> bytes:
-    """Return the secret in a file that only this user can read; else raise ConfigurationError."""
+    """Return the secret in a file that only this user can read, or raise ConfigurationError."""
     return read_private(name, named=named).strip()
 
 
 class AgreedSecret:
-    """Shares a secret of rank 0 through a file in this user's runtime folder, named by its port."""
+    """Shares a secret of rank 0 through a file in the runtime folder, named by rank 0's port."""
 
     def __init__(self, port: int) -> None:
         self._namespace = namespace("net")
         self._path = runtime_folder() / f"secret-{self._namespace}-{port}"
 
     def publish(self) -> bytes:
-        """Write a new secret. To be called before listening, so that ranks that connect find it."""
+        """Write a new secret. Call it before listening: ranks that connect read the file."""
         secret = runtime.token_bytes(32)
         draft = self._path.with_suffix(f".{runtime.getpid()}")
         with open(draft, "wb", opener=partial(os.open, mode=0o600)) as file:
@@ -99,8 +99,8 @@ class AgreedSecret:
         return secret
 
     def read(self) -> bytes | None:
-        """Return the secret; None if there is no file, or it is another user's."""
-        # Rank 0 may have chosen another folder than this process.
+        """Return the secret, or None if there is no file or another user owns it."""
+        # Rank 0 may have chosen another folder.
         for folder in (self._path.parent, *runtime_folders()):
             secret = _read_if_there(folder / self._path.name)
             if secret is not None:
@@ -108,15 +108,15 @@ class AgreedSecret:
         return None
 
     def remove(self, secret: bytes) -> None:
-        """Remove the file, unless another job uses the port by now."""
+        """Remove the file, unless another job now uses the port."""
         if _read_if_there(self._path) == secret:
             self._path.unlink(missing_ok=True)
 
 
 class OwnKeys:
-    """The keys of a rank, of which ``own`` is the one with which it joins.
+    """The keys of a rank; it joins with ``own``.
 
-    ``secret`` is what the user gave; None if rank 0 writes one to a file.
+    ``secret`` is the user's, or None if rank 0 writes one to a file.
     """
 
     def __init__(self, rank: int, secret: bytes | None) -> None:
@@ -126,7 +126,7 @@ class OwnKeys:
         self.shared: dict[int, HiddenKey] = {}  # with each other rank
 
     def coordinate(self, port: int, own_file: Callable[[Callable[[], None]], None]) -> None:
-        """Take the keys of the rank that coordinates; if no secret was given, write one to a file.
+        """Store the coordinating rank's keys; if no secret was given, write one to a file.
 
         ``own_file`` gets the function that removes that file.
         """
@@ -139,12 +139,12 @@ class OwnKeys:
         self.own = self.of_rank(self._rank)
 
     def of_rank(self, rank: int) -> bytes:
-        """Return the key with which a rank joins, at the rank that coordinates."""
+        """Return the key with which a rank joins, on the rank that coordinates."""
         assert self._secret is not None
         return rank_key(self._secret, rank)
 
     def find(self, port: int) -> bytes | None:
-        """Return the key with which this rank joins; None if rank 0 has not written a secret."""
+        """Return the key with which this rank joins, or None if rank 0 has not written a secret."""
         secret = self._secret or AgreedSecret(port).read()
         if secret is None:
             return None
@@ -152,7 +152,7 @@ class OwnKeys:
         return self.own
 
     def take_all(self, world: World, world_size: int) -> None:
-        """Take the keys that this rank shares with the others."""
+        """Store the keys that this rank shares with the others."""
         if self.own:
             self.shared = dict(unwrap(self.own, world.keys, self._rank, world_size))
 
@@ -171,7 +171,7 @@ def _sweep(newest: Path, namespace: int) -> None:
     """Remove the secrets of killed rank 0 processes.
 
     In this network namespace, a secret is stale if no process listens at its port a minute after it
-    was written; in another, after a day. Ages are relative to a file that was just written.
+    was written; in another, after a day. Ages are relative to a newly written file.
     """
     now = newest.stat().st_mtime
     for path in newest.parent.glob("secret-*"):
@@ -192,7 +192,6 @@ def _sweep(newest: Path, namespace: int) -> None:
 
 
 def _listening_ports() -> set[int]:
-    """Return the TCP ports of this network namespace at which processes listen."""
     ports = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -202,7 +201,7 @@ def _listening_ports() -> set[int]:
                 return set(range(65536))  # hidden: any port may be in use
             continue  # a kernel without IPv6
         for line in lines:
-            # "0: 0100007F:1F90 00000000:0000 0A ...": the local address, the remote, the state
+            # "0: 0100007F:1F90 00000000:0000 0A ...": local address, remote address, state
             _, local, _, state = line.split()[:4]
             if state == _LISTEN:
                 ports.add(int(local.rpartition(":")[2], 16))
@@ -214,7 +213,7 @@ def _given_or_read(secret: bytes | str | None) -> bytes | None:
         case str():
             return secret.encode()
         case bytes():
-            return secret  # a RankKey stays one
+            return secret  # a RankKey keeps its type
         case bytearray() | memoryview():
             return bytes(secret)
         case None:
@@ -225,7 +224,7 @@ def _given_or_read(secret: bytes | str | None) -> bytes | None:
 
 
 def _read_environment() -> bytes | None:
-    """Read ``RANKWIRE_SECRET`` once and remove it, so that child processes do not inherit it."""
+    """Read ``RANKWIRE_SECRET`` and remove it, so that child processes do not inherit it."""
     global _from_environment
     with _environment_lock:
         value = os.environ.pop("RANKWIRE_SECRET", None)
@@ -237,10 +236,10 @@ def _read_environment() -> bytes | None:
 class SecretServer:
     """Gives a launcher's secret to one rank, and to no other process. For one thread.
 
-    The rank inherits ``theirs``. Its children may too, so nothing to read is left in it: the rank
-    sends one end of a new pair, and the kernel names the process that sent it. If the launcher
-    started that process, it writes the secret into the new pair, once. A program that replaces
-    itself by ``exec`` stays the same process and can ask afterwards.
+    The rank inherits ``theirs``, and its children may too, so the secret is never sent on it. The
+    rank sends one end of a new pair, and the kernel identifies the sending process. If the launcher
+    started that process, it writes the secret to the new pair, once. A program that replaces itself
+    by ``exec`` remains the same process and can still ask.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -252,7 +251,7 @@ class SecretServer:
         self._process = 0
 
     def serve(self, selector: runtime.BaseSelector, process: int) -> None:
-        """Answer this process from now on, and no other."""
+        """Start to answer this process, and no other."""
         self._process = process
         selector.register(self._ours, runtime.EVENT_READ, self._answer)
         self._selector = selector
@@ -276,7 +275,7 @@ class SecretServer:
             question, ancillary = b"", []
         process, answers = _unpacked(ancillary)
         try:
-            if not question:  # all processes have closed the other end
+            if not question:  # all processes closed the other end
                 self.close()
             elif question == _QUESTION and process == self._process and len(answers) == 1:
                 with suppress(OSError):  # the rank did not wait
@@ -291,7 +290,7 @@ class SecretServer:
 def ask_for_secret(fd: int, *, named: str) -> bytes:
     """Ask the launcher at the other end of ``fd`` for the secret, and close ``fd``.
 
-    Raises ConfigurationError, with the variable ``named``, if there is no launcher, or it did not
+    Raises ConfigurationError, with the variable ``named``, if there is no launcher or it did not
     start this process itself.
     """
     try:
@@ -327,7 +326,7 @@ def _asked(launcher: runtime.Socket) -> bytes:
 
 
 def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, list[int]]:
-    """Return the process that sent a message, and the descriptors in it."""
+    """Return the sending process, and the descriptors of a message."""
     process, descriptors = 0, []
     for level, kind, data in ancillary:
         if level != runtime.SOL_SOCKET:

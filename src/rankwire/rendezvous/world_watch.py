@@ -1,6 +1,6 @@
 """Watch the ranks of a formed world: losses, heartbeats, reports, and ranks that rejoin.
 
-All ranks learn of a loss at once, so that they name the same rank and cause.
+All ranks are notified of a loss at once, so that they name the same rank and cause.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from rankwire.wire.control_messages import (
     gone_by,
 )
 
-# Seconds to send all ranks the list. A new connection between hosts takes 80 kB at once, the list
-# of 400 ranks. The lists of 1,000 ranks take 1.1 s of CPU time, so more ranks have more time.
+# Seconds to send all ranks the list. A new connection between hosts accepts 80 kB at once, the list
+# of 400 ranks. Sending 1,000 ranks their lists takes 1.1 s of CPU time, so add time for each.
 _WORLD_PATIENCE, _WORLD_PATIENCE_OF_RANK = 5.0, 0.02
 
 
 class WorldWatch:
-    """Watches the ranks of a world, once ``begin`` was called. On the acceptor's thread.
+    """Watches the ranks of a world after ``begin``. On the acceptor's thread.
 
     Attributes:
-        controls: The control connections, by rank, also of a world that is forming.
-        fallen: The ranks that have reported their own failure.
+        controls: The control connections by rank, also while the world forms.
+        fallen: The ranks that reported their own failure.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WorldWatch:
         )
 
     def begin(self, world: FormedWorld, patience: Patience) -> None:
-        """Send the world to all ranks, and watch them from now on."""
+        """Send the world to all ranks, and start watching them."""
         self._world = world
         limit = _WORLD_PATIENCE + _WORLD_PATIENCE_OF_RANK * self._world_size
         deadline = Deadline(limit, self._acceptor.clock)
@@ -80,7 +80,7 @@ class WorldWatch:
         self._acceptor.call_every(patience.beat, self.beat)
 
     def is_member(self, rank: int) -> bool:
-        """Return whether a connected rank has got the formed world."""
+        """Return whether a connected rank has received the formed world."""
         return self._world is not None and not self.rejoins.is_under_way(rank)
 
     def _members(self) -> dict[int, Connection]:
@@ -88,14 +88,12 @@ class WorldWatch:
         return {rank: control for rank, control in self.controls.items() if not is_on_its_way(rank)}
 
     def tell_all(self, message: Message) -> None:
-        """Send a message to all ranks but those that rejoin."""
+        """Send a message to all ranks except those that rejoin."""
         for connection in self._members().values():
             tell(connection, message)
 
-    # -- losses ------------------------------------------------------------------------------------
-
     def heard(self, rank: int) -> None:
-        """Note that a rank was heard."""
+        """Record a sign of life from a rank."""
         self._silence.heard(rank, self._acceptor.clock.now())
 
     def was_absent(self) -> bool:
@@ -107,7 +105,7 @@ class WorldWatch:
         return self._silence.lengths(self._acceptor.clock.now())
 
     def beat(self) -> None:
-        """Send a heartbeat, and judge the ranks that sent none."""
+        """Send a heartbeat, and judge the silent ranks."""
         self.tell_all(Beat(list(self.silences().items())))
         for change in self._silence.judge(self._acceptor.clock.now()):
             if isinstance(change, Gone):
@@ -117,7 +115,7 @@ class WorldWatch:
                 self.tell_all(change)
 
     def _lose(self, gone: Gone) -> None:
-        """Give up a connected rank and notify it too, in case its process wakes up."""
+        """Give up a connected rank and notify it too, in case its process resumes."""
         self._silence.forget(gone.rank)
         self._given_up.add(gone.rank)
         self.report(gone)
@@ -134,7 +132,7 @@ class WorldWatch:
         self.reports.forget_agents(gone.rank)
 
     def ended(self, rank: int, error: RankwireError) -> None:
-        """Report a rank whose control connection has ended."""
+        """Report a rank whose control connection ended."""
         self._silence.forget(rank)
         self.reports.forget_questions(rank)
         is_on_its_way = self.rejoins.is_under_way(rank)
@@ -147,7 +145,7 @@ class WorldWatch:
         self.welcome_back()
 
     def take_report(self, rank: int, message: Report) -> None:
-        """Take the report or question of a rank, and notify the ranks that need it."""
+        """Handle a rank's report or question."""
         if isinstance(message, Notice):
             self.reports.take_notice(rank, message)
         elif isinstance(message, Question):
@@ -164,8 +162,6 @@ class WorldWatch:
         waited_for = [other for other in gone.waited_for if other in members]
         self._lose(msgspec.structs.replace(gone, cause=cause, waited_for=waited_for))
 
-    # -- rejoining ---------------------------------------------------------------------------------
-
     def expect_again(self, rank: int) -> None:
         """Allow a rank whose old process has ended to rejoin."""
         self._given_up.discard(rank)
@@ -174,12 +170,12 @@ class WorldWatch:
             self.rejoins.expect(rank)
 
     def take_known(self, rank: int, known: Known) -> None:
-        """Take a rank's acknowledgement that another one rejoins."""
+        """Record that a rank acknowledged the announced one."""
         self.rejoins.know(rank, known.rank, known.incarnation)
         self.welcome_back()
 
     def welcome_back(self) -> None:
-        """Advance the ranks that rejoin as far as possible now."""
+        """Advance the ranks that rejoin as far as possible."""
         world = self._world
         assert world is not None
         while True:
