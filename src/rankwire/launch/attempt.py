@@ -1,9 +1,9 @@
 """Decide what to do when a rank of a job fails, and which rank to blame.
 
-Processes do not end in the order in which they failed: a rank that raises leaves the world at once,
-and its peers may exit before it does. So the ranks' reports to the coordinator decide which rank
-failed by itself; without a report, its traceback does. A rank that timed out is not to blame: the
-rank at the end of the chain that it waited for is.
+Processes do not exit in the order in which they failed: a rank that raises leaves the world at
+once, and its peers may exit before it does. So the ranks' reports to the coordinator, or else their
+tracebacks, decide which rank failed by itself. If a rank timed out, blame the rank at the end of
+the chain that it waited for.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ _LOSS_OF_ANOTHER = re.compile(
 )
 # As ``observe.tracebacks`` prints it.
 _FELL_BECAUSE = re.compile(r"failed because of rank \d+: ")
-# At the beginning of the line; the quoted traceback of another rank is indented or behind a bar.
+# At the start of a line; the quoted traceback of another rank is indented or behind a bar.
 _TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
 # The last lines to show without a traceback.
 _PLAIN_LINES = 10
-# Seconds to wait after the first failure for others, one of which may be to blame: longer than an
-# interpreter takes to exit after a raise.
+# Seconds to wait after the first failure for others, one of which may be to blame. An interpreter
+# takes less to exit after a raise.
 _SETTLE = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a restart
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Describe a rank that failed by itself."""
+    """A rank that failed by itself."""
 
     rank: int
     ending: Ending
     errors: Sequence[str]  # the last lines of its stderr
-    gone: Gone | None = None  # the coordinator's notice, if it was lost
+    gone: Gone | None = None  # the coordinator's notice, if the rank was lost
 
     @property
     def told(self) -> str:
-        """The traceback that it sent to the coordinator, or empty."""
+        """The traceback that it sent to the coordinator, or ""."""
         return "" if self.gone is None else self.gone.traceback
 
     @property
     def reason(self) -> str:
-        """The reason that it reported, in one line, or empty."""
+        """The reason that it reported, in one line, or ""."""
         return self.gone.reason if self.gone is not None and _has_fallen(self.gone) else ""
 
     @property
@@ -74,17 +74,17 @@ class Failure:
 
     @property
     def excerpt(self) -> list[str]:
-        """The lines to show: its traceback, else the end of its stderr."""
+        """The lines to show: its traceback, or else the end of its stderr."""
         return excerpt(self.errors) if self.is_in_its_stderr else folded(self.told.splitlines())
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """Return the failure to blame: the first that is not a consequence, else the first."""
+    """Return the failure to blame: the first that is not a consequence, or else the first."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
 
 def blamed(lost: Iterable[Gone]) -> set[int]:
-    """Return the ranks that failed first by the ranks' own reports, without silent ones."""
+    """Return the ranks that failed first according to the reports, without silent ranks."""
     known = list(lost)
     silent = {gone.rank for gone in known if gone.silent}
     fallen = [gone for gone in known if _has_fallen(gone)]
@@ -92,15 +92,15 @@ def blamed(lost: Iterable[Gone]) -> set[int]:
 
 
 def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[Failure]:
-    """Sort failures as the coordinator lost the ranks; ranks it never knew come last."""
+    """Sort failures as the coordinator lost the ranks; unknown ranks come last."""
     place = {rank: index for index, rank in enumerate(lost)}
     return sorted(failures, key=lambda failure: place.get(failure.rank, len(place)))
 
 
 def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a rank, a rank that it waited for, and so on, up to one that waits for no other.
+    """Return a rank, a rank that it waited for, and so on, up to a rank that waits for no other.
 
-    Prefer a rank that did not wait itself: it held up the others. A circle ends the chain too.
+    Prefer a rank that did not wait itself: it held up the others. A circle also ends the chain.
     """
     found = [rank]
     while others := [other for other in waits.get(found[-1], ()) if other not in found]:
@@ -122,7 +122,7 @@ def waiting_circle(chain: Sequence[int], certain: Mapping[int, Sequence[int]]) -
 
 
 def excerpt(errors: Sequence[str]) -> list[str]:
-    """Return the lines from the first traceback on, else the last few."""
+    """Return the lines from the first traceback on, or else the last lines."""
     begins = (index for index, line in enumerate(errors) if _TRACEBACK.match(line))
     return list(errors[next(begins, -_PLAIN_LINES) :])
 
@@ -137,15 +137,15 @@ def _last_traceback(errors: Sequence[str]) -> Sequence[str]:
 
 
 class Restarts:
-    """Schedule restarts of single ranks, each at most ``limit`` times. For one thread."""
+    """Schedules restarts of single ranks, each at most ``limit`` times. For one thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.counts: Counter[int] = Counter()  # of restarts that a rank had or is about to have
+        self.counts: Counter[int] = Counter()  # past and scheduled restarts of each rank
         self.due: dict[int, float] = {}  # when each rank is restarted
 
     def plan(self, rank: int, now: float) -> float | None:
-        """Schedule a restart of a failed rank; return the delay, None if out of restarts."""
+        """Schedule a restart of a failed rank; return the delay, or None if out of restarts."""
         if self.counts[rank] >= self.limit:
             return None
         pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** self.counts[rank])
@@ -167,26 +167,26 @@ class Restarts:
 
 
 class Attempt:
-    """Record what is known about one start of the ranks. For one thread."""
+    """The state of one start of the ranks. For one thread."""
 
     def __init__(self) -> None:
         self.ended: dict[int, tuple[Ending, bool]] = {}  # and whether by itself
         self.present: set[int] = set()  # members of the formed world
         self.suspected: set[int] = set()  # members that have been silent for a while
-        self.began = ""  # a cause of failures that is not the failure of a rank
+        self.began = ""  # a cause of failures other than a rank's failure
         self.is_stopping = False  # ranks were asked to end
         self.has_said_left = False  # that only unresponsive ranks are left
         self.doing: dict[int, Answer] = {}  # of ranks that others waited for
         self._lost: dict[int, Gone] = {}
-        self._fell: set[int] = set()  # with an error of their own, before any was asked to end
+        self._fell: set[int] = set()  # failed by themselves, before any was asked to end
         self._stop_at = math.inf
 
     def stop_soon(self) -> None:
-        """Stop after a short wait for other ranks that fail."""
+        """Stop the ranks after a short wait for other failures."""
         self._stop_at = min(self._stop_at, REAL_TIME.now() + _SETTLE)
 
     def rank_restarts(self, rank: int) -> None:
-        """Forget the old process of a rank that is restarted alone."""
+        """Drop the old process of a rank that is restarted alone."""
         del self.ended[rank]
         self._lost.pop(rank, None)
         self._fell.discard(rank)
@@ -197,12 +197,12 @@ class Attempt:
         self._lost.pop(rank, None)
 
     def hold_up(self, failures: list[Failure]) -> list[int]:
-        """Return the chain of waiting ranks; the last one held up the one that failed first."""
+        """Return the chain of waiting ranks from the first failed rank to the culprit."""
         waits = {rank: doing.waits_for for rank, doing in self.doing.items()}
         return waiting_chain(first_failure(failures).rank, waits | self._waited_in_vain())
 
     def circle(self, chain: list[int]) -> list[int]:
-        """Return the ranks of a chain that waited for each other; empty if there are none."""
+        """Return the ranks of a chain that waited for each other, if any."""
         blocked = {rank: doing.blocked_on for rank, doing in self.doing.items()}
         return waiting_circle(chain, blocked | self._waited_in_vain())
 
@@ -212,10 +212,10 @@ class Attempt:
     def formed(self, world_size: int) -> None:
         """Record that all ranks have joined."""
         self.present = set(range(world_size))
-        self._lost, self._fell = {}, set()  # of an earlier world of the same processes
+        self._lost, self._fell = {}, set()  # those of an earlier world of the same processes
 
     def rank_gone(self, gone: Gone) -> None:
-        """Record that a member has left or was lost."""
+        """Record that a member left or was lost."""
         self.present.discard(gone.rank)
         self.suspected.discard(gone.rank)
         if not gone.orderly:
@@ -224,7 +224,7 @@ class Attempt:
                 self._fell.add(gone.rank)
 
     def rank_suspected(self, suspected: Suspected) -> None:
-        """Record that a member is silent, or that it responds again."""
+        """Record that a member is silent, or responds again."""
         if suspected.seconds:
             self.suspected.add(suspected.rank)
         else:
@@ -254,11 +254,11 @@ class Attempt:
             if ending.is_failure and (by_itself or rank in self._fell):
                 gone = self._lost.get(rank)
                 if not by_itself and ending.signal is not None and gone is not None:
-                    # We stopped it; use the exit code that it announced, but never success.
+                    # We stopped it: use the exit code that it announced, but never success.
                     ending = Ending(code=(gone.exit_code or 0) & 0xFF or 1)
                 found.append(Failure(rank, ending, parts.part_of(rank).errors_of(rank), gone))
         return in_order_of_loss(found, list(self._lost))
 
     def is_because_of_began(self, failures: list[Failure]) -> bool:
-        """Whether the ranks failed because of ``began`` rather than another rank's failure."""
+        """Return whether ``began`` made the ranks fail, rather than another rank's failure."""
         return bool(self.began and failures and first_failure(failures).is_consequence)

@@ -1,8 +1,8 @@
 """Make the certificates of one job, signed by an authority that exists only in memory.
 
-The authority's private key is never written, so no further certificate for the job can be made.
-``transports.security`` defines the layout of the folder. Importing this module without the extra
-``rankwire[tls]`` raises.
+The authority's private key is never written, so no other certificate can be made for the job.
+``transports.security`` defines the folder's layout. Without the extra ``rankwire[tls]``, importing
+this module raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError as error:
         "certificates are made with the package cryptography: pip install 'rankwire[tls]'"
     ) from error
 
-# Clocks of hosts differ, so a certificate is valid from a little before it was made.
+# Hosts' clocks differ, so a certificate is valid from shortly before its creation.
 _TOLERANCE = datetime.timedelta(hours=1)
 
 
@@ -34,9 +34,9 @@ def make_certificates(
 ) -> list[Tls]:
     """Make a certificate for each rank of a job and one for its launchers, valid for ``days``.
 
-    Rank r's certificate has the name ``rank-r``, so it is valid for that rank alone. Return the
-    files of each rank, in rank order. The folder gets mode 0700. Raise ConfigurationError if it
-    exists or an argument is invalid.
+    Rank r's certificate has the name ``rank-r`` and is valid only for that rank. Return the files
+    of each rank, in rank order. The new folder has mode 0700. Raise ConfigurationError if it exists
+    or an argument is invalid.
     """
     if world_size < 1 or not days > 0:
         raise ConfigurationError("certificates need at least one rank and more than 0 days")
@@ -57,14 +57,14 @@ def make_certificates(
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a new file that only this user can read, whatever the umask."""
+    """Write a new file that only this user can read, regardless of the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
 class _Authority:
-    """Sign certificates that are valid for ``lifetime``, with EC P-256 keys."""
+    """Signs certificates with EC P-256 keys."""
 
     def __init__(self, lifetime: datetime.timedelta) -> None:
         self._begin = datetime.datetime.now(datetime.UTC) - _TOLERANCE
@@ -78,7 +78,7 @@ class _Authority:
     def issue(self, name: str) -> tuple[bytes, bytes]:
         key = ec.generate_private_key(ec.SECP256R1())
         constraints = x509.BasicConstraints(ca=False, path_length=None)
-        # Every rank dials and listens; so do launchers, of which node 0's listens.
+        # Every rank dials and listens; launchers dial, and node 0's listens.
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
             self._builder(_name_of(name), key.public_key(), constraints)

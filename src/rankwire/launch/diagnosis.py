@@ -1,6 +1,6 @@
-"""Diagnose a world from facts about its ranks and measurements of its links. Pure.
+"""Diagnose a world from facts about its ranks and measurements of its links.
 
-``doctor`` collects the values. The advice reports only what was observed.
+``doctor`` collects the values. The advice reports only observations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 _SLOW = 5.0
 _NARROW = 3.0
 _ENOUGH_TO_COMPARE = 4
-# To each peer: messages both ways, calls both ways. And those of the process itself.
+# To each peer: messages both ways, calls both ways. Then those of the process itself.
 _DESCRIPTORS_A_PEER = 4
 _OTHER_DESCRIPTORS = 64
 _Key = TypeVar("_Key", bound=Hashable)
@@ -24,7 +24,7 @@ _Value = TypeVar("_Value")
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Hold facts about one rank; 0 or empty if unknown."""
+    """Facts about one rank; 0 or "" if unknown."""
 
     rank: int
     host: str = ""
@@ -33,26 +33,26 @@ class Facts(msgspec.Struct, frozen=True):
     pid_namespace: int = 0
     cores: int = 0
     spins: bool = True  # a waiting thread polls before it sleeps, on its own core
-    why_nothing_shared: str = ""  # empty if collectives can use shared memory
+    why_nothing_shared: str = ""  # "" if collectives can use shared memory
     max_descriptors: int = 0
     somaxconn: int = 0
     ptrace_scope: int = -1  # Yama's setting; -1 if the kernel has none
-    has_seccomp: bool = False  # its system calls are filtered
+    has_seccomp: bool = False  # a filter restricts its system calls
     mtu: int = 0  # of the default route's interface
     version: str = ""
     python: str = ""
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """Hold the measurements from one rank to another."""
+    """The measurements from one rank to another."""
 
     src: int
     dst: int
-    transport: str = ""  # "unix" or "tcp"; empty if dst is unreachable
+    transport: str = ""  # "unix" or "tcp"; "" if dst is unreachable
     single_copy: bool = False  # large messages are read from the sender's memory
-    why_not: str = ""  # why no single copy, or why dst is unreachable
+    why_not: str = ""  # reason for no single copy, or why dst is unreachable
     latency: float = 0.0  # the median of small round trips, in seconds
-    bandwidth: float = 0.0  # bytes a second of large messages
+    bandwidth: float = 0.0  # bytes per second of large messages
 
     @property
     def kind(self) -> str:
@@ -61,15 +61,15 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Describe something to change."""
+    """A recommended change."""
 
-    is_bad: bool  # whether the world does not work without the change; else it is slower
+    is_bad: bool  # the world does not work without the change; else it is slower
     what: str
     change: str
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Hold the results of an examination."""
+    """The results of an examination."""
 
     facts: list[Facts]
     cells: list[Cell]

@@ -1,8 +1,8 @@
 """``rankwire doctor``: which ranks of a world reach each other, how fast, and what to change.
 
-Every rank of the world runs this module, started by any launcher. Rank 0 has one pair after the
-other measure, so that measurements do not disturb each other, and prints the ``diagnosis``. There
-is no barrier, because ranks may not reach each other.
+Every rank of the world runs this module, started by any launcher. Rank 0 makes the pairs measure
+one at a time, so that they do not disturb each other, and prints the ``diagnosis``. There is no
+barrier, because ranks may not reach each other.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ROUND_TRIPS = 300
 _WARM_UP = 30
 _REPEATS = 3
 _PAIR_LIMIT = 30.0  # seconds after which the ranks of a pair count as unreachable
-_SLOWEST = 10e6  # bytes a second; large messages on a slower link time out
+_SLOWEST = 10e6  # bytes per second; large messages on a slower link time out
 _T = TypeVar("_T")
 _ORDER, _RESULT, _PING, _BULK = 1, 2, 3, 4
 _WIDEST = 12  # ranks; a matrix for more is wider than a screen
 
 
 class _Order(msgspec.Struct):
-    """Order a rank to measure with a peer; None ends."""
+    """An order to measure with a peer, or to stop if None."""
 
     peer: int | None
     is_first: bool = False
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print values instead of a table")
     parser.add_argument("--nbytes", type=int, default=DEFAULT_NBYTES, help="size of large messages")
     options = parser.parse_args(arguments)
-    # Raised, so that our own limit does not end the measurement.
+    # Raised above our own limit, so that it does not end the measurement.
     with connect(max_message_nbytes=max(options.nbytes, DEFAULT_NBYTES)) as backend:
         if backend.rank != 0:
             _obey(backend, options.nbytes)
@@ -125,7 +125,7 @@ def _bulk_limit(nbytes: int) -> float:
 
 
 def _measure(backend: TcpBackend, peer: int, nbytes: int, *, is_first: bool) -> Cell:
-    """Measure with a peer that does the same; return the results of this direction."""
+    """Measure with a peer, which does the same; return the results of this direction."""
     try:
         link = backend.link_to(peer, timeout=_PAIR_LIMIT)
         latency = _latency(backend, peer, is_first=is_first)
@@ -153,7 +153,7 @@ def _latency(backend: TcpBackend, peer: int, *, is_first: bool) -> float:
 
 
 def _bandwidth(backend: TcpBackend, peer: int, nbytes: int, *, is_sender: bool) -> float:
-    """Return the best rate of a few large messages, each acknowledged, in bytes a second."""
+    """Return the best rate of a few large messages, each acknowledged, in bytes per second."""
     array = np.ones(nbytes, dtype=np.uint8).data  # touches every page
     best, limit = float("inf"), _bulk_limit(nbytes)
     for _ in range(1 + _REPEATS):
@@ -200,7 +200,7 @@ def _default_mtu() -> int:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
-    except OSError:  # not readable, or the kernel lacks it
+    except OSError:  # not readable, or missing in this kernel
         return ""
 
 

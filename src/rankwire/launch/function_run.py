@@ -1,9 +1,9 @@
-"""Run one function on several ranks, print what they print, and collect the outcome of each.
+"""Run one function on several ranks, print their output, and collect the outcome of each.
 
 In a notebook, printed text appears below the cell whose thread prints it. So a thread that waits
-for ranks prints their output; while no thread waits, the thread that reads the output does.
+for ranks prints their output; if no thread waits, the thread that reads the output prints it.
 
-Locks: that of ``Printer`` and that of each ``Rank``, held briefly. Nothing is called under them.
+Locks: those of ``Printer`` and of each ``Rank``, held briefly. No callback is called under them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ StreamName = Literal["stdout", "stderr"]
 
 _log = logging.getLogger("rankwire")
 
-_OTHERS_PATIENCE = 1.0  # seconds for the other ranks to end after one has failed
+_OTHERS_PATIENCE = 1.0  # seconds for the other ranks to end after a failure
 _INTERRUPT_PATIENCE = 5.0  # seconds for an interrupted function to end
 _STACKS_PATIENCE = 2.0  # seconds for a rank to report its stacks
 
@@ -41,8 +41,8 @@ class RankOutcome(Generic[T]):
     Attributes:
         rank: The rank.
         value: The return value, if the function returned.
-        error: The exception, if it raised. From a process this is a copy, or a
-            ``RankFailedError`` if the exception could not be copied.
+        error: The exception, if it raised. From a process it is a copy, or a ``RankFailedError`` if
+            the exception could not be copied.
         killed: Whether the rank was killed, by a fault plan or its process by a signal.
         reason: How the rank was killed, or how its process ended without a result; else empty.
         remote_traceback: The traceback as text, from a process.
@@ -64,7 +64,8 @@ class RankOutcome(Generic[T]):
         """Return the function's return value.
 
         Raises:
-            RankFailedError: It did not return. Its cause is the exception that it raised, if any.
+            RankFailedError: It did not return. The error's cause is the exception that it raised,
+                if any.
         """
         if self.returned:
             return cast(T, self.value)
@@ -88,9 +89,9 @@ class RankOutcome(Generic[T]):
 
 
 def culprit_of(ended: Iterable[RankOutcome[T]]) -> RankOutcome[T] | None:
-    """Return the outcome to blame, of outcomes in order of arrival; None if all returned.
+    """Return the outcome to blame, or None if all returned; ``ended`` is in order of arrival.
 
-    That is the first failure that is not a consequence of another rank's. A killed rank is blamed
+    It is the first failure that is not a consequence of another rank's. A killed rank is blamed
     only if no rank raised by itself.
     """
     failed = [outcome for outcome in ended if not outcome.returned]
@@ -116,15 +117,15 @@ def values_of(ended: Sequence[RankOutcome[T]]) -> list[T]:
 
 
 class Printer:
-    """Print texts in order. Thread-safe."""
+    """Prints texts in order. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = runtime.Condition()
         self._texts: deque[tuple[StreamName, str]] = deque()
-        self._waiting = 0  # threads inside print_until
+        self._waiting = 0  # threads in print_until
 
     def put(self, stream: StreamName, text: str) -> None:
-        """Print a text in a thread that waits, or in this one if none does."""
+        """Print a text in a waiting thread, or in this one if none waits."""
         with self._changed:
             self._texts.append((stream, text))
             if self._waiting:
@@ -133,12 +134,12 @@ class Printer:
         self._print()
 
     def wake(self) -> None:
-        """Have the waiting threads check their conditions again."""
+        """Make the waiting threads check their conditions again."""
         with self._changed:
             self._changed.notify_all()
 
     def print_until(self, is_over: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Print until ``is_over()`` or until the time has passed; return ``is_over()``."""
+        """Print until ``is_over()`` or a timeout; return ``is_over()``."""
         deadline = Deadline(seconds, REAL_TIME)
         with self._changed:
             self._waiting += 1
@@ -181,11 +182,11 @@ class Rank(ABC):
         self._number = 0  # of the last function
         self._running: Future[RankOutcome[Any]] | None = None
         self._running_name = ""
-        self._ended: RankOutcome[Any] | None = None  # of all later functions
+        self._ended: RankOutcome[Any] | None = None  # the outcome of all later functions
 
     @property
     def ended(self) -> str:
-        """How the rank ended, as text; empty while it is alive."""
+        """How the rank ended, as text; "" while it is alive."""
         return "" if self._ended is None else self._ended.reason
 
     @abstractmethod
@@ -194,19 +195,20 @@ class Rank(ABC):
     ) -> Future[RankOutcome[Any]]:
         """Start ``function(backend, *args)``; with ``leaves``, leave the world when it ends.
 
-        Raise ConfigurationError if the rank still runs a function, or this one cannot be sent.
+        Raise ConfigurationError if the rank is still running a function, or this one cannot be
+        sent.
         """
 
     @abstractmethod
     def interrupt(self) -> bool:
-        """Interrupt the running function; return whether there was one that can be interrupted."""
+        """Interrupt the running function; return whether it can be interrupted."""
 
     @abstractmethod
     def ask_for_stacks(self) -> Future[str]:
         """Request the stacks of the rank's threads."""
 
     def _begin(self, name: str) -> Future[RankOutcome[Any]]:
-        """Return a future for a function that starts; it is done if the rank has ended."""
+        """Return a future for a new function; it is done if the rank has ended."""
         running: Future[RankOutcome[Any]] = Future()
         with self._lock:
             if self._running is not None:
@@ -230,7 +232,7 @@ class Rank(ABC):
 
 
 class FunctionRun:
-    """Start a function on some ranks and wait for it. For one thread."""
+    """Starts a function on some ranks and waits for it. For one thread."""
 
     def __init__(
         self,
@@ -256,9 +258,9 @@ class FunctionRun:
     def finish(self, limit: float, *, together: bool = False) -> list[RankOutcome[Any]]:
         """Wait ``limit`` seconds for all ranks; return the outcomes in order of arrival.
 
-        With ``together``, interrupt the other ranks soon after one has failed. They may be
-        waiting for it, and it has not left the world, so nothing else wakes them. Raise
-        RanksStuckError if ranks do not finish in time. They are interrupted then, and by Ctrl-C.
+        With ``together``, interrupt the other ranks soon after a failure: they may be waiting for
+        the failed rank, which is still in the world. On timeout or Ctrl-C, interrupt all ranks.
+        Raise RanksStuckError on timeout.
         """
         deadline = Deadline(limit, REAL_TIME)
         try:

@@ -1,11 +1,11 @@
 """Start, watch and end the ranks of this host.
 
-States; each leads only downwards until the next ``start``::
+States, in order until the next ``start``::
 
     RUNNING    ranks run                                                  -> STOPPING, CLEARING
-    STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
-    CLEARING   all have ended; what they left running is ended            -> OVER
-    OVER       nothing runs, as before the first ``start``
+    STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING CLEARING   all
+    have ended; the processes that they left are ended     -> OVER OVER       nothing runs, as
+    before the first ``start``
 
 In RUNNING, a rank that has ended may be restarted alone. If that is allowed, CLEARING begins only
 after the order ``Release``. The owner calls ``look`` after each turn of its loop.
@@ -47,16 +47,16 @@ from rankwire.texts import name_ranks
 from rankwire.transports.security import files_of
 from rankwire.wire.keys import rank_key
 
-# Other sources of a secret, which ranks must not inherit beside the launcher's own.
+# Other sources of a secret, which ranks must not inherit.
 _OTHER_SECRETS = ("RANKWIRE_SECRET", "RANKWIRE_SECRET_FILE")
 _BREAKPOINT = "PYTHONBREAKPOINT"
 _POLL = 0.02
-# More than one: a process that is about to die may still start another.
+# More than one: a dying process may still start another.
 _KILLING_ROUNDS = 10
 
 
 class LaunchedRank(Process):
-    """Start and watch the process of one rank, with the terminal if it is debugged."""
+    """The process of one rank; a debugged rank gets the terminal."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class LaunchedRank(Process):
         given = {name: str(value) for name, value in variables.items() if value is not None}
         try:
             super().__init__(
-                # Unbuffered, to show output when it is written; faulthandler prints a traceback of
-                # a crash in native code.
+                # Unbuffered, to show output at once; faulthandler prints a traceback of a crash in
+                # native code.
                 [sys.executable, "-u", "-X", "faulthandler", *options.command],
                 env=_inherited_environment(has_tls=options.tls_dir is not None) | given,
                 pass_fds=[secret_fd, *([] if leash is None else [leash])],
@@ -121,7 +121,7 @@ class LaunchedRank(Process):
 
 
 def _inherited_environment(*, has_tls: bool) -> dict[str, str]:
-    """Return the environment without variables of a world that the launcher itself is in."""
+    """Return the environment without variables of a world that includes the launcher."""
     unwanted = [*_OTHER_SECRETS, connect.SECRET_FD, connect.TLS_DIR, tracebacks.LOG_FILE]
     if has_tls:  # else they stay, so that a rank does not silently lose TLS
         unwanted += connect.TLS_FILES
@@ -136,7 +136,7 @@ class _Phase(Enum):
 
 
 class HostRanks:
-    """Start, watch and end the processes of this host's ranks. For one thread."""
+    """Starts, watches and ends the processes of this host's ranks. For one thread."""
 
     def __init__(
         self, options: RunOptions, loop: Loop, subreaper: Subreaper, secret: bytes
@@ -151,11 +151,11 @@ class HostRanks:
         self._subreaper = subreaper
         self._secret = secret  # each rank gets a key derived from it
         self._world: Start | None = None
-        self._stays = False  # a rank that has ended may be restarted alone
+        self._stays = False  # a rank that ended may be restarted alone
         self._memory = OomCounter()
         self._children: dict[int, LaunchedRank] = {}  # by rank
         self._phase = _Phase.OVER
-        self._due = math.inf  # when to kill what is left, in STOPPING and CLEARING
+        self._due = math.inf  # when to kill the remaining processes, in STOPPING and CLEARING
 
     def start(self, world: Start) -> None:
         """Start all ranks; raise ConfigurationError if one cannot start or has no certificate."""
@@ -199,7 +199,7 @@ class HostRanks:
             self._loop.output.attach(rank, *child.pipes)
 
     def obey(self, order: Order) -> None:
-        """Carry out an order of the job."""
+        """Execute an order of the job."""
         match order:
             case Start():
                 self.start(order)
@@ -209,14 +209,14 @@ class HostRanks:
                 if rank in self.alive:
                     self._children[rank].send_group(signal.SIGKILL)
             case Release():
-                self._stays = False  # this is over when all ranks have ended
+                self._stays = False  # the phase ends when all ranks have ended
             case Stop(number):
                 self.stop(number)
             case Kill():
                 self.kill()
 
     def _restart(self, rank: int, incarnation: int) -> None:
-        """Restart a rank that has ended, and kill what is left of its process group."""
+        """Restart a rank that has ended, and kill the rest of its process group."""
         old = self._children[rank]
         self._loop.output.detach(rank)
         old.send_group(signal.SIGKILL)
@@ -237,13 +237,13 @@ class HostRanks:
 
     @property
     def wake_in(self) -> float:
-        """Seconds until ``look`` must be called at the latest."""
+        """Seconds until the owner must call ``look``."""
         if self._phase is _Phase.CLEARING:
             return _POLL
         return self._due - REAL_TIME.now()
 
     def ending_of(self, rank: int) -> str:
-        """Return how the process of a rank ended; empty if that is not known. Thread-safe."""
+        """Return how the process of a rank ended, or "" if unknown. Thread-safe."""
         child = self._children.get(rank)
         ending = None if child is None else child.coming_end()
         return "" if ending is None else f"its process ended: {ending}"
@@ -253,7 +253,7 @@ class HostRanks:
         return self._loop.output.last_errors(rank)
 
     def look(self) -> None:
-        """Notice ranks that ended, kill those that did not end in time, end what they left."""
+        """Handle ranks that ended, kill those that did not end in time, and end their orphans."""
         if self.is_over:
             return
         self._check_children()
@@ -281,7 +281,7 @@ class HostRanks:
                 child.send(number)
 
     def kill(self) -> None:
-        """Kill all that is left."""
+        """Kill all remaining processes."""
         if self._phase is _Phase.RUNNING:
             self.stop(signal.SIGTERM)
         self._due = -math.inf if self._phase is _Phase.CLEARING else math.inf
@@ -297,7 +297,7 @@ class HostRanks:
                 child.send_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the ranks that are left. Idempotent."""
+        """Kill the remaining ranks. Idempotent."""
         for child in self._children.values():
             child.close()
 

@@ -7,7 +7,7 @@ The ranks of each host are a *part*: local ones, or remote ones through the host
   the job's. If restarts are left, all ranks start again.
 - ``continue``: the other ranks continue, and the job ends when all have ended.
 - ``restart``: the others continue, and the failed rank alone restarts after a pause; it is killed
-  first if it was declared lost. When it is out of restarts, its failure ends the job.
+  first if it was declared lost. Without restarts left, its failure ends the job.
 - The loss of a launcher ends the job.
 - A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
   one to another, kills on all hosts.
@@ -44,7 +44,7 @@ _ECHO_OF_NODES = 2.0
 
 
 class _Requests:
-    """Record the signals that asked launchers to end the job."""
+    """The signals that asked launchers to end the job."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -61,7 +61,7 @@ class _Requests:
 
 
 class LaunchedJob:
-    """Run a job on all its hosts, and close its listener. For one thread."""
+    """Runs a job on all its hosts, and owns its listener. For one thread."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class LaunchedJob:
         self._restarts = Restarts(options.failures.max_restarts if restarts_alone else 0)
         self._name = f"run-{runtime.token_hex(4)}"
         self._attempt = Attempt()
-        self._trouble = ("", 0)  # what ended the job other than a rank, and its exit code
+        self._trouble = ("", 0)  # what else ended the job, and its exit code
         self._requests = _Requests()
         local.on_ended = self._rank_ended
         loop.on_turn = lambda: self._reporter.show_status(self._attempt)
@@ -216,11 +216,11 @@ class LaunchedJob:
                 self._give_up(*trouble)
 
     def _restart_due(self) -> None:
-        """Restart the ranks that are due; once none is left, let all parts end."""
+        """Restart the ranks that are due; if none is left, let all parts end."""
         for rank in self._restarts.take_due(REAL_TIME.now()):
             incarnation = self._restarts.counts[rank]
             self._attempt.rank_restarts(rank)
-            # First, so that the coordinator does not take the old process for the new one.
+            # First, so that the coordinator does not confuse the old process with the new one.
             self._host.expect_again(rank, incarnation)
             try:
                 self._parts.part_of(rank).obey(Restart(rank, incarnation))

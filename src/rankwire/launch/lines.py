@@ -1,13 +1,14 @@
-r"""Split what ranks write into lines, and shorten errors that repeat. Pure.
+r"""Split the output of ranks into lines, and shorten errors that repeat.
 
-Progress bars redraw a row with ``\r`` and several rows (nested tqdm bars, live displays of rich) by
+Progress bars redraw a row with ``\r``, or several rows (nested tqdm bars, live displays of rich) by
 moving the cursor up. Rows become lines when the program continues below them. Where nothing can be
 redrawn, such as in a file or notebook, a row is printed every few seconds.
 
 One mistake often ends all ranks with the same traceback. The first rank's is printed. A later
-rank's is held back while its lines equal those of an earlier rank, apart from what differs by rank.
-If the rank's stderr ends there, the launcher names the rank instead. If only the message differs,
-only the message is printed. If the rank continues or the lines differ earlier, all are printed.
+rank's is held back while its lines equal those of an earlier rank, apart from values that differ by
+rank. If the rank's stderr ends there, the launcher names the rank instead. If only the message
+differs, only the message is printed. If the rank continues or lines differ earlier, all are
+printed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# A longer line is split, so that it does not fill the launcher's memory.
+# Longer lines are split, so that they do not fill the launcher's memory.
 _MAX_LINE_NBYTES = 64 * 1024
 _MAX_ROWS = 50
 PROGRESS_EVERY = 5.0  # seconds between two lines for one progress bar
 # Line ends, carriage return, cursor up, erase, and show or hide the cursor.
 _CONTROL = re.compile(rb"\r?\n|\r|\x1b\[(\d{0,3})A|\x1b\[[012]?K|\x1b\[\?25[hl]")
-# A possible beginning of one of these at the end of the data.
+# A possible start of one of these at the end of the data.
 _UNFINISHED = re.compile(rb"(\r|\x1b(\[(\?2?5?|\d{0,3}))?)\Z")
 _LONGEST_CONTROL = 6
 _SHOWS_NOTHING = re.compile(rb"(\s|\x1b\[[0-9;]*m)*\Z")
@@ -37,7 +38,7 @@ _DIFFERS_BY_RANK = re.compile(
     r"|(?<=^traceback on rank )\d+(?=:$)|(?<=^  \[)\d+(?= frames? of rankwire)"
 )
 _MOST_ERRORS = 16  # remembered, of all ranks
-_MOST_LINES = 200  # of one error that are remembered and held back
+_MOST_LINES = 200  # of one error
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 _MOST_INTERRUPT_LINES = 500  # held back until the end of a traceback
@@ -45,7 +46,7 @@ _MOST_OPEN = 4  # errors of one rank that may continue, such as a chain of excep
 
 
 class LineSplitter:
-    r"""Split chunks of bytes into lines; text after a lone ``\r`` replaces the row."""
+    r"""Splits chunks of bytes into lines; text after a lone ``\r`` replaces the row."""
 
     def __init__(self, max_line_nbytes: int = _MAX_LINE_NBYTES) -> None:
         self._limit = max_line_nbytes
@@ -53,12 +54,12 @@ class LineSplitter:
         self._rows = [bytearray()]
         self._cursor = 0  # index of the current row
         self._is_redrawn = False
-        self._is_at_start = False  # the next text replaces the row's
+        self._is_at_start = False  # the next text replaces the row
         self._has_moved = False  # since the last new row
 
     @property
     def progress(self) -> list[bytes]:
-        """The current rows that are being redrawn, without blank ones."""
+        """The current rows of progress bars, without blank ones."""
         return self._visible() if self._is_redrawn else []
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -79,7 +80,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last lines if they have no end."""
+        """Return the last lines if they are incomplete."""
         lines: list[bytes] = []
         if not self._held.startswith(b"\r"):
             self._write(self._held, lines)
@@ -153,7 +154,7 @@ class LineSplitter:
 
 
 class StreamLines:
-    """Split one output stream of a rank into the lines to print. For one thread.
+    """Splits one output stream of a rank into lines to print. For one thread.
 
     With ``redraws``, the caller redraws ``rows``; else they become a line every few seconds.
     """
@@ -163,12 +164,12 @@ class StreamLines:
         self._splitter = LineSplitter()
         self._redraws = redraws
         self._next_at = -math.inf
-        self._printed: list[bytes] = []  # rows, as lines
+        self._printed: list[bytes] = []  # rows that were printed as lines
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that ``data`` completes; the last ones if it is empty.
+        """Return the lines that ``data`` completes, or the last ones if it is empty.
 
-        Leave out those that were printed as rows and did not change since.
+        Omit lines that were already printed as rows.
         """
         lines = self._splitter.feed(data) if data else self._splitter.finish()
         if not lines or not self._printed:
@@ -178,7 +179,7 @@ class StreamLines:
         return [line for line in lines[:count] if line not in printed] + lines[count:]
 
     def due(self, now: float) -> list[bytes]:
-        """Return progress rows that are printed as lines now, or renew ``rows``."""
+        """Return the progress rows to print as lines now, or update ``rows``."""
         rows = self._splitter.progress
         if self._redraws:
             self.rows = rows
@@ -200,14 +201,14 @@ class _Printed:
 
 
 class PrintedErrors(deque[_Printed]):
-    """Remember the last errors that the ranks of a job printed."""
+    """The last errors that the ranks of a job printed."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_MOST_ERRORS)
 
 
 class RepeatFilter:
-    """Drop an error at the end of a rank's stderr that another rank has printed.
+    """Drops an error at the end of a rank's stderr that another rank has printed.
 
     The owner releases the lines at ``held_until``. After ``finish``, ``same_as`` is the other rank.
     """
@@ -228,7 +229,7 @@ class RepeatFilter:
         return bool(self._held)
 
     def feed(self, lines: Iterable[str]) -> list[str]:
-        """Return the lines to print now, of these and of those held back."""
+        """Return the lines to print now, including lines held back so far."""
         found: list[str] = []
         for line in lines:
             if self._held:
@@ -247,12 +248,12 @@ class RepeatFilter:
         return found
 
     def release(self) -> list[str]:
-        """Return the lines that are held back, because the rank continues."""
+        """Return the lines held back, because the rank continues."""
         held, self._held, self._message_at = self._held, [], 0
         return [self._pass(line) for line in held]
 
     def finish(self, *, waits: bool = False) -> list[str]:
-        """Return the lines to print when the stderr of the rank has ended.
+        """Return the lines to print after the end of the rank's stderr.
 
         With ``waits``, keep the error while the other rank has printed only a part of it; the
         caller then calls this again.
@@ -295,16 +296,16 @@ def _alike(line: str) -> str:
 
 
 class InterruptFilter:
-    """Shorten the traceback of an interrupt in one stream to one line.
+    """Shortens the traceback of an interrupt in one stream to one line.
 
     Connected ranks do so themselves (``observe.tracebacks``).
     """
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # a traceback that has not ended
+        self._held: list[str] = []  # an incomplete traceback
 
     def feed(self, lines: Iterable[str]) -> list[str]:
-        """Return the lines to print now, of these and of those held back."""
+        """Return the lines to print now, including lines held back so far."""
         found: list[str] = []
         for line in lines:
             if line == _TRACEBACK:
@@ -324,6 +325,6 @@ class InterruptFilter:
         return found
 
     def finish(self) -> list[str]:
-        """Return the lines that are held back."""
+        """Return the lines held back."""
         held, self._held = self._held, []
         return held

@@ -1,7 +1,7 @@
 """Start a world from a notebook, script or prompt, and run functions on it: ``rankwire.local``.
 
-Ranks are processes, or threads of a simulated world, which cannot be interrupted. A simulated rank
-that is killed has ended at that moment: no thread waits for its own, which may go on computing.
+Ranks are processes, or threads of a simulated world, which cannot be interrupted. A killed
+simulated rank has ended at once: no thread waits for its thread, which may continue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LET_GO_PATIENCE = 0.2  # seconds for the thread of a killed rank to notice
 
 
 class RankThread(Rank):
-    """Run functions in threads of this process, with a backend that the caller closes."""
+    """Runs functions in threads of this process. The caller owns the backend."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend.rank)
@@ -101,7 +101,7 @@ class RankThread(Rank):
 def local(
     world_size: int, *, simulated: bool = False, timeout: float | None = None, **options: Any
 ) -> LocalWorld:
-    """Start a world of processes on this machine, and return a handle to run functions on them.
+    """Start a world of processes on this machine, and return a handle to run functions on it.
 
     For notebooks, prompts and scripts. The processes run until the world is closed or this process
     ends, and keep what functions store in their globals.
@@ -163,8 +163,8 @@ class LocalWorld(PublicDir):
     def run(self, function: Callable[..., T], *args: Any, limit: float = math.inf) -> list[T]:
         """Run ``function(backend, *args)`` on all ranks; return the results in rank order.
 
-        If a rank fails, the others are interrupted a second later. Ctrl-C interrupts all of them.
-        The world stays open in both cases.
+        If a rank fails, the others are interrupted a second later. Ctrl-C interrupts all ranks. The
+        world stays open in both cases.
 
         Args:
             function: Called on each rank with the rank's backend as its first argument.
@@ -174,9 +174,9 @@ class LocalWorld(PublicDir):
         Raises:
             RankFailedError: A rank raised or died; see its ``rank``, ``remote_traceback`` and
                 ``outcomes``. Its cause is the exception that the rank raised.
-            RanksStuckError: Ranks did not finish within the limit. It has their stacks, and they
-                are interrupted.
-            ConfigurationError: A rank is still running a function, or this one cannot be sent.
+            RanksStuckError: Ranks did not finish within the limit. The error has their stacks, and
+                they are interrupted.
+            ConfigurationError: A rank is still running a function, or this function cannot be sent.
         """
         return self._run(self._ranks, function, args, limit)
 
@@ -185,7 +185,7 @@ class LocalWorld(PublicDir):
         return LocalRank(self, check_rank(rank, self.world_size))
 
     def close(self) -> None:
-        """Interrupt all ranks, have them leave, and kill those that do not. Idempotent."""
+        """Interrupt all ranks and let them leave; kill those that do not. Idempotent."""
         self._close(LEAVE_PATIENCE)
 
     @property
@@ -233,7 +233,7 @@ class LocalWorld(PublicDir):
 
 
 class LocalRank:
-    """One rank of a local world. Made by ``LocalWorld.on``.
+    """One rank of a local world, from ``LocalWorld.on``.
 
     Attributes:
         rank: Its number.
@@ -258,7 +258,7 @@ class LocalRank:
         """
         self._world._check_open()
         result: Future[T] = Future()
-        result.set_running_or_notify_cancel()  # the rank has started it: it cannot be cancelled
+        result.set_running_or_notify_cancel()  # the rank started it: it cannot be cancelled
 
         def settle(ended: Future[RankOutcome[T]]) -> None:
             try:

@@ -1,4 +1,4 @@
-"""Run a job on several hosts: remote ranks as node 0 sees them, and launchers that follow node 0.
+"""Run a job on several hosts: remote ranks as node 0 sees them, and the other launchers.
 
 ``rendezvous.launchers`` has the protocol.
 """
@@ -52,7 +52,7 @@ _LOST_EXIT_CODE = 1
 
 @dataclass
 class LauncherEvents:
-    """What node 0 does about the events of another launcher and its ranks."""
+    """The callbacks of node 0 for events of another launcher and its ranks."""
 
     on_ended: Callable[[int, Ending, bool], None] = lambda rank, ending, by_itself: None
     on_asked: Callable[[int], None] = lambda number: None
@@ -80,7 +80,7 @@ class RemoteRanks:
         self.close = _listen(loop, link, self._handle, self._lose)
 
     def obey(self, order: Order) -> None:
-        """Have the launcher carry out an order."""
+        """Send an order to the launcher."""
         match order:
             case Start(first_rank=first_rank):
                 self.ranks = range(first_rank, first_rank + self.count)
@@ -95,11 +95,11 @@ class RemoteRanks:
         """Do nothing: the other launcher watches its ranks."""
 
     def errors_of(self, rank: int) -> list[str]:
-        """Return the last lines that a rank wrote to stderr, once the part is over."""
+        """Return the last lines that a rank wrote to stderr, after all its ranks have ended."""
         return self._errors.get(rank, [])
 
     def finish(self, code: int, text: str, *, was_asked: bool) -> None:
-        """Notify the launcher that the job is over; ignore its messages and its loss."""
+        """Notify the launcher that the job is over; ignore its later messages and its loss."""
         self.events = LauncherEvents()
         self._link.tell(Finish(code, text, was_asked))
 
@@ -124,7 +124,7 @@ class RemoteRanks:
 
 
 class Parts:
-    """Hold the ranks of each host of a job, in the order of nodes."""
+    """The ranks of each host of a job, in the order of nodes."""
 
     def __init__(self, local: HostRanks, nodes: int) -> None:
         self.local = local
@@ -136,7 +136,7 @@ class Parts:
         yield from (self.remote[node] for node in sorted(self.remote))
 
     def obey(self, order: Order) -> None:
-        """Have the ranks of all hosts carry out an order."""
+        """Send an order to the ranks of all hosts."""
         for part in self:
             part.obey(order)
 
@@ -160,7 +160,7 @@ class Parts:
         return next(part for part in self if rank in part.ranks)
 
     def where(self, rank: int) -> str:
-        """Return the host of a rank for the end of a sentence; empty with one host."""
+        """Return the host of a rank for the end of a sentence; "" with one host."""
         for part in self.remote.values():
             if rank in part.ranks:
                 return f", on node {part.node} ({part.host})"
@@ -248,7 +248,7 @@ def _find_node_0(
 
 @dataclass(eq=False)
 class _Follower:
-    """Carry out the orders of node 0 on this host."""
+    """Executes the orders of node 0 on this host."""
 
     loop: Loop
     ranks: HostRanks
@@ -311,7 +311,7 @@ class _Follower:
             self.ranks.stop(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
-        self.link.tell(Asked(number))  # a second signal too: node 0 then kills on all hosts
+        self.link.tell(Asked(number))  # forward a second signal too: node 0 then kills on all hosts
         if self.asked is not None:
             self.ranks.kill()
             return

@@ -1,8 +1,8 @@
 """Show the ranks' output on the launcher's stdout and stderr: whole lines, each with its rank.
 
-Nothing here blocks: the launcher must answer Ctrl-C while ``less`` at the other end of its stdout
-does not read. When too much output is queued, the ranks that write to it are no longer read, so
-they wait as they would with that output as their own. Lines that were not written are reported.
+Nothing here blocks: the launcher must handle Ctrl-C even while ``less`` does not read its stdout.
+When too much output is queued, the launcher stops reading from the ranks that write it, so they
+wait as they would without a launcher. It reports lines that were not written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rankwire.texts import name_ranks
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Wrappers forward the SIGINT that the terminal also sent to the launcher: that is one Ctrl-C.
 _ECHO = 0.5
-# Seconds that a reader of our output gets for the last lines, even if the user is impatient.
+# Seconds for a reader to read our last lines, even if the user is impatient.
 _LEAST_PATIENCE = 0.2
 _MAX_SLEEP = 1.0  # seconds between two checks of the processes
-# Queued bytes at which the ranks of an output are no longer read, and at which they are again.
+# Queued bytes at which to stop, and to resume, reading from the ranks of an output.
 _QUEUE_HIGH_NBYTES = 1024 * 1024
 _QUEUE_LOW_NBYTES = 256 * 1024
-_LAST_WORD = 0.2  # seconds for the launcher's last line, if the reader took nothing before
+_LAST_WORD = 0.2  # seconds for the launcher's last line, if the reader has stopped reading
 REMIND_AFTER, REMIND_EVERY = 5.0, 30.0  # seconds; a line each second would fill a log
 # Seconds between two updates: each of 64 ranks may redraw its bar ten times a second.
 _PROGRESS_EVERY = 0.1
@@ -47,10 +47,10 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_
 
 
 class Output:
-    """Read, print and log the output of all ranks of this host. For one thread.
+    """Reads, prints and logs the output of all ranks of this host. For one thread.
 
     The owner of the selector calls ``key.data()`` for each event. A terminal shows a status line
-    only if ``has_status``: not while a rank uses the terminal.
+    only with ``has_status``, which is off while a rank uses the terminal.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Output:
         self._held = HeldErrors(self._errors)
 
     def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Read both pipes of a rank from now on, and close them at their end."""
+        """Start to read both pipes of a rank, which this then owns."""
         log = None
         if self.logs is not None:
             self.logs.open(rank)
@@ -107,9 +107,10 @@ class Output:
             stream.fold = stream.fold or InterruptFilter()
 
     def detach(self, rank: int | None = None) -> None:
-        """Read what the pipes of ended ranks hold now and close them.
+        """Read the rest of the pipes of ended ranks, and close them.
 
-        A process that left its rank's session may keep a pipe open without end.
+        Do not wait for their end: a process that left its rank's session may keep a pipe open
+        forever.
         """
         for stream in [stream for stream in self._streams if rank in (None, stream.rank)]:
             # 16 reads empty the largest pipe that an unprivileged process can make.
@@ -121,7 +122,7 @@ class Output:
             self._name_repeats()
 
     def say(self, text: str, style: str = "bold") -> None:
-        """Print a line of the launcher itself to stderr."""
+        """Print a line of the launcher to stderr."""
         self._name_repeats()
         self._say(self._stderr, text, style)
 
@@ -130,7 +131,7 @@ class Output:
         self._balance(queue)
 
     def quote(self, lines: list[str]) -> None:
-        """Print lines of a rank, indented, as part of the launcher's own."""
+        """Print lines of a rank, indented, as part of the launcher's output."""
         self._stderr.put("".join(f"    {line}\n" for line in lines).encode())
         self._balance(self._stderr)
 
@@ -142,7 +143,7 @@ class Output:
             self._balance(self._stderr)
 
     def remind(self, text: str) -> None:
-        """Print now and then what the launcher waits for, where there is no status line."""
+        """Print occasionally what the launcher is waiting for, where there is no status line."""
         if not self._stderr.is_terminal and REAL_TIME.now() >= self._remind_at:
             self._remind_at = REAL_TIME.now() + REMIND_EVERY
             self.say(text)
@@ -152,7 +153,7 @@ class Output:
         return list(self._errors[rank].tail) if rank in self._errors else []
 
     def is_in_view(self, rank: int) -> bool:
-        """Whether the last lines of ``rank`` on stderr are probably still on the screen."""
+        """Return whether the last lines of ``rank`` on stderr are probably still on the screen."""
         return rank in self._errors and self._errors[rank].is_in_view
 
     def refresh(self) -> None:
@@ -179,7 +180,7 @@ class Output:
 
     @property
     def stdout_trouble(self) -> OSError | None:
-        """Why stdout cannot be written to any more, or None."""
+        """Why stdout is no longer writable, or None."""
         return self._stdout.trouble
 
     @property
@@ -188,7 +189,7 @@ class Output:
         return not any(queue.pending for queue in self._queues)
 
     def drop_rest(self) -> None:
-        """Drop what is queued, and print how many lines of which ranks were lost."""
+        """Drop the queued output, and print how many lines of which ranks were lost."""
         lost: Counter[int] = Counter()
         for queue in self._queues:
             queue.drop()
@@ -216,7 +217,7 @@ class Output:
 
     def _read(self, stream: RankOutput) -> None:
         if stream.is_paused:
-            return  # by an earlier handler in this turn
+            return  # an earlier handler paused it in this turn
         if stream.read() == 0:
             self._end(stream)
         elif stream.repeats is not None and stream.repeats.is_holding:
@@ -252,7 +253,7 @@ class Output:
 
 @dataclass(eq=False)
 class Loop:
-    """Wait for output, signals, connections and threads with one selector. For one thread."""
+    """Waits for output, signals, connections and threads with one selector. For one thread."""
 
     selector: runtime.BaseSelector
     take_signals: Callable[[], list[int]]
@@ -262,7 +263,7 @@ class Loop:
     _has_told_trouble: bool = False
 
     def turn(self, timeout: float) -> list[int]:
-        """Wait for events, at most ``timeout`` seconds; return signals that ask to end."""
+        """Wait for events, at most ``timeout`` seconds; return the signals that ask to end."""
         for key, _ in self.selector.select(min(max(timeout, 0.0), _MAX_SLEEP)):
             # An earlier handler may have unregistered this one.
             if self.selector.get_map().get(key.fd) is key:
@@ -277,7 +278,7 @@ class Loop:
         return asked
 
     def new_stdout_trouble(self, where: str = "") -> tuple[str, int] | None:
-        """Return, once, why stdout cannot be written to and the exit code for that; else None."""
+        """Return once why stdout is no longer writable, and the exit code for that; else None."""
         trouble = self.output.stdout_trouble
         if self._has_told_trouble or trouble is None:
             return None
@@ -287,7 +288,7 @@ class Loop:
         return text, code
 
     def write_rest(self, code: int, *, patience: float = math.inf) -> int:
-        """Write the remaining output for ``patience`` seconds; a signal ends the wait too."""
+        """Write the remaining output until a timeout or signal; return the exit code."""
         self.on_turn = lambda: None
         end = REAL_TIME.now() + max(patience, _LEAST_PATIENCE)
         while True:
@@ -306,8 +307,8 @@ def collected_signals(
 ) -> Iterator[Callable[[], list[int]]]:
     """Yield a function that returns the signals since its last call. Main thread only.
 
-    Signals wake ``selector``. Several of one kind may count as one. An ignored signal stays
-    ignored, as ``nohup`` and background shells expect.
+    Signals wake ``selector``. Several of one kind may count as one. Ignored signals stay ignored,
+    as ``nohup`` and background shells expect.
     """
     with contextlib.ExitStack() as stack:
         reader, writer = ends = runtime.socketpair()

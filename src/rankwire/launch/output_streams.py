@@ -1,12 +1,12 @@
-"""Read a rank's pipe, log it, and queue what is written to one of the launcher's outputs.
+"""Read a rank's pipe, log it, and queue its lines for the launcher's outputs.
 
-On a terminal, progress rows and the status line are below all lines. Nothing here blocks, except
-that a log is written at once; ``Output`` decides when to read and write.
+On a terminal, progress rows and the status line are below all lines. Nothing here blocks but writes
+to a log; ``Output`` decides when to read and write.
 
-In a shared folder such as ``/tmp`` another user may have planted a link to a file of this user, a
+In a shared folder such as ``/tmp``, another user may have planted a link to a file of this user, a
 file that they can read, or a FIFO. So a log is a new file of mode 0600, created through the
-descriptor of the folder, and replaces only a regular file of this user without hard links. The path
-may contain links of this user, but not one that another user made where others can write.
+folder's descriptor, and replaces only a regular file of this user without hard links. The path may
+contain links of this user, but not links by other users in folders where others can write.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from rankwire.launch.lines import InterruptFilter, RepeatFilter, StreamLines
 _READ_NBYTES = 64 * 1024  # the default capacity of a Linux pipe, so one read empties it
 _TAIL_LINES = 60  # enough for the traceback of a deep call
 _TAIL_LINE_CHARACTERS = 500
-# Seconds to hold back an error that another rank has printed too: most processes end within this
+# Seconds to hold back an error that another rank has printed: most processes exit within this time
 # after their last error.
 _HOLD = 2.0
 _SCREEN_LINES = 40  # that a user sees without scrolling
-# POSIX: a pipe that poll() calls writable takes this much without blocking.
+# POSIX: a pipe that poll() reports as writable accepts this much without blocking.
 _WRITE_NBYTES = runtime.PIPE_BUF
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _ADVICE = "remove it, or choose another --log-dir"
 
 
 class _Likeness(io.StringIO):
-    """Tell rich whether an output is a terminal, and keep it from writing there.
+    """Tells rich whether an output is a terminal, without writing there.
 
-    It writes an empty text even when it captures, which fails on a full disk.
+    Rich writes an empty text even when it captures, which fails on a full disk.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -57,12 +57,12 @@ class _Likeness(io.StringIO):
 
 
 class OutputQueue:
-    """Queue what is to be written to one of the launcher's outputs."""
+    """Queues data for one of the launcher's outputs."""
 
     def __init__(self, file: TextIO | None, fd: int) -> None:
         self._console = Console(file=_Likeness(file))
         self.fd = fd
-        self.trouble: OSError | None = None  # why it cannot be written to any more
+        self.trouble: OSError | None = None  # why it is no longer writable
         self.pending = bytearray()
         self.lost: Counter[int] = Counter()  # dropped lines of each rank
         # The rank of each run of pending bytes, in order; None for the launcher's own.
@@ -71,10 +71,10 @@ class OutputQueue:
         self.lines = 0  # queued so far
         self._status = ""
         self._progress: dict[tuple[int, int], list[bytes]] = {}  # rows, by rank and stream
-        self._drawn: list[bytes] = []  # the rows that are below all lines now
+        self._drawn: list[bytes] = []  # the rows currently below all lines
 
     def put(self, data: bytes, rank: int | None = None) -> None:
-        """Queue whole lines of a rank, or of the launcher itself."""
+        """Queue whole lines of a rank, or of the launcher."""
         if not data:
             return
         self._status = ""
@@ -111,7 +111,7 @@ class OutputQueue:
         if self._status:
             wanted.append(self._cut(Text(self._status, "dim")))
         if wanted != self._drawn:
-            self._erase()  # and what the terminal echoed
+            self._erase()  # also erases what the terminal echoed
             self._queue(b"\n".join(wanted), None)
             self._drawn = wanted
 
@@ -121,13 +121,13 @@ class OutputQueue:
         self._drawn = []
 
     def _cut(self, text: Text) -> bytes:
-        """Return a row that ends before the last column, so that the terminal does not wrap it."""
+        """Return a row cut before the last column, so that the terminal does not wrap it."""
         text.expand_tabs()
         text.truncate(self._console.width - 1, overflow="crop")
         return self.render(text)
 
     def drop(self) -> None:
-        """Drop what is queued, and count the lines of each rank."""
+        """Drop the queued data, and count the lines of each rank."""
         begin = 0
         for rank, nbytes in self._owners:
             if rank is not None:
@@ -145,7 +145,7 @@ class OutputQueue:
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def write(self) -> None:
-        """Write what the output accepts without blocking, once it is writable."""
+        """Write what the output accepts without blocking."""
         try:
             # A copy: a view of a bytearray forbids deleting from it.
             written = os.write(self.fd, bytes(self.pending[:_WRITE_NBYTES]))
@@ -181,7 +181,7 @@ class OutputQueue:
 
 @dataclass(eq=False)
 class RankOutput:
-    """Read one pipe of a rank, log it, and queue its lines."""
+    """Reads one pipe of a rank, logs it, and queues its lines."""
 
     rank: int
     pipe: IO[bytes]
@@ -194,7 +194,7 @@ class RankOutput:
     is_paused: bool = False
     last_line: int = 0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
-    _rows: list[bytes] = field(default_factory=list)  # that the queue shows now
+    _rows: list[bytes] = field(default_factory=list)  # currently shown by the queue
 
     def __post_init__(self) -> None:
         os.set_blocking(self.pipe.fileno(), False)
@@ -253,15 +253,15 @@ class RankOutput:
 
 
 class HeldErrors:
-    """Track streams that hold back an error, and ranks that ended with another rank's."""
+    """Tracks streams that hold back an error, and ranks that ended with another rank's error."""
 
     def __init__(self, errors: Mapping[int, RankOutput]) -> None:
         self._errors = errors
-        self.streams: dict[RankOutput, None] = {}  # that hold back an error
+        self.streams: dict[RankOutput, None] = {}  # streams that hold back an error
         self._same: dict[int, list[int]] = {}  # by the rank that printed their error
 
     def settle(self, stream: RankOutput, *, waits: bool = True) -> None:
-        """Print what a stream holds back, or note the rank that printed the same error."""
+        """Print a stream's held lines, or note the rank that printed the same error."""
         repeats = stream.repeats
         if repeats is None:
             return
@@ -279,7 +279,7 @@ class HeldErrors:
             self._same.setdefault(repeats.same_as, []).append(stream.rank)
 
     def take_same(self) -> dict[int, list[int]]:
-        """Return, once, the ranks that ended with the error of another rank, by that rank."""
+        """Return once the ranks that ended with the error of another rank, by that rank."""
         same, self._same = self._same, {}
         return same
 
@@ -289,9 +289,9 @@ def _decoded(lines: list[bytes]) -> list[str]:
 
 
 class LogFolder:
-    """Create or open a folder of logs, or raise ConfigurationError. For one thread.
+    """A folder of logs, created if necessary. For one thread.
 
-    A full disk ends a log, not the job.
+    Raise ConfigurationError if it cannot be used. A full disk ends a log, not the job.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -326,7 +326,7 @@ class LogFolder:
         return self._files[rank]
 
     def write(self, rank: int, data: bytes) -> None:
-        """Write all of ``data`` to the log of a rank; if that fails, say so and end the log."""
+        """Write all of ``data`` to the log of a rank; on an error, report it and end the log."""
         rest = memoryview(data)
         try:
             while rest and rank not in self._ended:

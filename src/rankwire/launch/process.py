@@ -1,9 +1,9 @@
 """Supervise processes, for ``rankwire run``, ``rankwire.local`` and the tests.
 
-A process leads its own session, so that Ctrl-C reaches only its starter and a signal to its process
-group reaches what it started. A debugged rank has the starter's terminal and stays in its session.
-The exit status is not collected before ``reap``: until then the kernel does not reuse the process
-id, so a signal cannot reach another process. Ranks load this module too, for ``pass_by``.
+A process leads its own session, so that Ctrl-C reaches only its starter, and a signal to its
+process group reaches its children. A debugged rank has the starter's terminal and stays in its
+session. The exit status is not collected before ``reap``: until then the kernel does not reuse the
+process id, so a signal cannot reach another process. Ranks load this module too, for ``pass_by``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _OOM_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 BREAKPOINT_HOOK = f"{__name__}.pass_by"
 _STDIN = 0
 _PR_SET_CHILD_SUBREAPER = 36
-# Seconds; until it is collected, a dead process only occupies a process id.
+# Seconds; a dead process that is not collected only occupies a process id.
 _COLLECT_EVERY = 0.5
 _seen: set[tuple[str, int]] = set()
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Describe how a process ended: with an exit code, or killed by a signal."""
+    """How a process ended: with an exit code, or killed by a signal."""
 
     code: int | None = None
     signal: int | None = None
-    is_oom: bool = False  # whether the kernel probably killed it because memory ran out
+    is_oom: bool = False  # the kernel probably killed it for lack of memory
 
     @classmethod
     def of_status(cls, status: int) -> Ending:
@@ -82,7 +82,7 @@ def signal_name(number: int) -> str:
 
 
 class Process:
-    """Start a process, which leads its group, and watch it until its end. For one thread.
+    """A process that leads its group, started and watched until its end. For one thread.
 
     ``has_terminal`` gives it the starter's terminal; else its output goes to ``pipes``, unbuffered.
     """
@@ -125,7 +125,7 @@ class Process:
         return self._descriptor
 
     def check(self) -> Ending | None:
-        """Return how it ended, once; None if it runs or if this was returned before."""
+        """Return once how it ended; None while it runs or after that."""
         if self.ending is not None:
             return None
         self.ending = self._find_ending()
@@ -143,7 +143,7 @@ class Process:
         """Return how it ended or is ending; None if it runs. Thread-safe.
 
         Its connections close some milliseconds before ``waitid`` returns its status. /proc/PID/stat
-        has it by then, for processes that may trace the child, as its starter may.
+        has it by then, for processes that may trace the child, such as its starter.
         """
         if self.ending is not None:
             return self.ending
@@ -158,15 +158,15 @@ class Process:
         return Ending.of_status(status)
 
     def send(self, number: int) -> None:
-        """Send a signal to the process, which handles its own children."""
+        """Send a signal to the process only."""
         send_signal(os.kill, self.pid, number)
 
     def send_group(self, number: int) -> bool:
-        """Send a signal to its process group; return whether a process was there."""
+        """Send a signal to its process group; return whether the group has a process."""
         return send_signal(os.killpg, self.pid, number)
 
     def has_group(self) -> bool:
-        """Whether a process still runs in its group; in containers dead ones may stay in it."""
+        """Return whether a process runs in its group; in containers dead ones may stay in it."""
         if not self.send_group(0):
             return False
         everyone = (process for family in families().values() for process in family)
@@ -177,11 +177,11 @@ class Process:
         self._popen.wait()
 
     def is_reaped(self) -> bool:
-        """Whether the exit status was collected, so that another process may have its id."""
+        """Return whether the exit status was collected, so that another process may have its id."""
         return self._popen.returncode is not None
 
     def close(self) -> None:
-        """Kill what is left of its group, collect it and close its pipes. Idempotent."""
+        """Kill the rest of its group, collect it and close its pipes. Idempotent."""
         if not self.is_reaped():
             self.send_group(signal.SIGKILL)
             self.reap()
@@ -194,7 +194,7 @@ class Process:
 
 
 class OomCounter:
-    """Notice when the kernel kills a process because memory ran out.
+    """Notices when the kernel kills a process because memory ran out.
 
     The kernel counts such kills for the memory cgroup, which the launcher shares with its ranks, or
     for the whole host, but does not say which process it killed.
@@ -205,7 +205,7 @@ class OomCounter:
         self._seen = self._count()
 
     def has_grown(self) -> bool:
-        """Whether the kernel has killed a process since the last call."""
+        """Return whether the kernel has killed a process since the last call."""
         before, self._seen = self._seen, self._count()
         return self._seen > before
 
@@ -233,17 +233,17 @@ def _counter_files(root: Path) -> list[Path]:
 
 
 class Subreaper:
-    """Adopt orphans of ranks from construction until ``close``. For one thread.
+    """Adopts orphans of ranks from construction until ``close``. For one thread.
 
-    ``setsid`` takes a process out of its rank's process group, and when its parent ends, it is no
-    longer a descendant of the rank. As a subreaper (Linux), the launcher becomes its parent. Where
-    that is not possible, ``is_adopting`` is False and nothing is found.
+    A process that calls ``setsid`` leaves its rank's process group, and when its parent ends, it is
+    no longer a descendant of the rank. As a subreaper (Linux), the launcher becomes its parent.
+    Elsewhere, ``is_adopting`` is False and ``find`` returns nothing.
     """
 
     def __init__(self, reaper: Reaper) -> None:
         self.reaper = reaper
-        # This process may have children that are not of the job, from before an exec. They must be
-        # known, or they would be ended too.
+        # This process may have children from before an exec that are not of the job. Exclude them,
+        # or they would be ended too.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = {reaper.pid, *_children()}
         self._adopted: set[int] = set()  # known to the reaper
@@ -291,7 +291,7 @@ class Subreaper:
 
 
 def _set_subreaper(is_wanted: bool) -> bool:
-    import ctypes  # not for ranks, which load this module too
+    import ctypes  # here: ranks load this module too, without needing it
 
     try:
         prctl = ctypes.CDLL(None).prctl
@@ -313,9 +313,9 @@ def _children() -> list[int]:
 
 
 class Terminal:
-    """Lend the launcher's terminal to the process group of a debugged rank. For one thread.
+    """Lends the launcher's terminal to the process group of a debugged rank. For one thread.
 
-    That group then reads what is typed and gets Ctrl-C, as an interrupt of the program.
+    That group then reads the keyboard and gets Ctrl-C, as an interrupt of the program.
     """
 
     def __init__(self) -> None:
@@ -339,7 +339,7 @@ class Terminal:
 
 
 def _set_foreground(group: int) -> None:
-    # Else the kernel stops this process if it is in the background.
+    # Otherwise the kernel stops this process if it is in the background.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         os.tcsetpgrp(_STDIN, group)

@@ -1,7 +1,7 @@
 """Start the processes of a local world, send them orders, and read their replies and output.
 
 ``rank_program`` is the other side. One thread reads from all processes and ends with the last one.
-A process exits when its pipe is closed, hence also when the starter dies.
+A process exits when its pipe is closed, and so also when the starter dies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _END_PATIENCE = 5.0  # seconds for killed processes to be gone
 
 
 class ProcessWorld:
-    """Start ranks as processes, or raise the RankFailedError of one. Thread-safe."""
+    """Starts ranks as processes, or raises the RankFailedError of one. Thread-safe."""
 
     def __init__(self, world_size: int, options: dict[str, Any]) -> None:
         check_world(0, world_size)
@@ -66,11 +66,11 @@ class ProcessWorld:
             raise
 
     def close(self, *, patience: float = LEAVE_PATIENCE) -> None:
-        """Interrupt all ranks and have them leave; kill those that do not in time. Idempotent."""
+        """Interrupt all ranks and let them leave; kill those that do not in time. Idempotent."""
         for rank in self.ranks:
             rank.interrupt()
             rank.leave()
-        if self._reader.ident is None:  # it was not started, because of an error or an interrupt
+        if self._reader.ident is None:  # an error or interrupt came before it was started
             self._reader.start()
         self.printer.print_until(self._is_over.is_set, patience)
         for rank in self.ranks:
@@ -80,7 +80,7 @@ class ProcessWorld:
                 "processes did not end after SIGKILL: %s", [rank.pid for rank in self.ranks]
             )
         REAL_TIME.join(self._reader, _END_PATIENCE)
-        sweep_socket_files()  # of killed ranks
+        sweep_socket_files()  # those of killed ranks
 
     def _read(self) -> None:
         while descriptors := [number for rank in self.ranks for number in rank.descriptors()]:
@@ -92,13 +92,13 @@ class ProcessWorld:
 
 
 class _RankProcess(Rank):
-    """Run a rank in its own process. Thread-safe except ``read``."""
+    """Runs a rank in its own process. Thread-safe except ``read``."""
 
     def __init__(self, rank: int, listener: runtime.Socket | None, printer: Printer) -> None:
         super().__init__(rank)
         self._printer = printer
         self._orders: runtime.SimpleQueue[tuple[Any, ...] | None] = runtime.SimpleQueue()
-        self._stacks: Future[str] | None = None  # that were requested
+        self._stacks: Future[str] | None = None  # the pending request
         ours, theirs = runtime.socketpair()
         passed = [theirs.fileno()] + ([] if listener is None else [listener.fileno()])
         program = _PROGRAM.format(path=sys.path, args=", ".join(map(str, [rank, *passed])))
@@ -106,7 +106,7 @@ class _RankProcess(Rank):
             with theirs:
                 self._process = Process([sys.executable, "-u", "-c", program], pass_fds=passed)
         except BaseException:
-            ours.close()  # if a process was started, it ends because of this
+            ours.close()  # if a process was started, this ends it
             raise
         self._control = Connection(ours.detach())
         self._outputs: dict[int, tuple[StreamName, StreamLines]] = {}
@@ -162,7 +162,7 @@ class _RankProcess(Rank):
         return True
 
     def leave(self) -> None:
-        """Have the process leave the world and exit when its function has ended."""
+        """Let the process leave the world and exit when its function has ended."""
         self._orders.put(("leave",))
 
     def kill(self) -> None:
@@ -177,7 +177,7 @@ class _RankProcess(Rank):
                 self._control.send(words)
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors to wait for; none once the process has ended."""
+        """Return the descriptors to wait for; none after the process has ended."""
         if self._ended is not None:
             return []
         return [self._control.fileno(), self._process.open_descriptor(), *self._outputs]
@@ -232,7 +232,7 @@ class _RankProcess(Rank):
             reason = f"its process ended with exit code {ending.code} and sent no result"
         with self._lock:
             self._ended = RankOutcome(self.rank, killed=ending.signal is not None, reason=reason)
-        self._process.close()  # ends also what it started and left behind
+        self._process.close()  # also ends its children
         self._orders.put(None)
         REAL_TIME.join(self._sender)  # soon: its writes fail now
         self._control.close()

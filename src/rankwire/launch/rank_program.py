@@ -1,29 +1,26 @@
 """Join the world, run functions and report how they ended: the program of a rank process.
 
-The main thread runs the functions one after the other, so code that needs the main thread works and
+The main thread runs the functions, one at a time, so code that needs the main thread works and
 SIGINT reaches the function. A second thread reads from the starter. It replies to requests for
-stacks while a function runs, and ends this process when the starter has gone.
-
-Orders are numbered, so that an interrupt reaches only the function it is meant for, even if that
-has not started yet.
+stacks while a function runs, and ends this process after the starter is gone. Orders are numbered,
+so that an interrupt reaches only its function, even if that has not started yet.
 
 =====================================  =========================================================
-starter                                process
-=====================================  =========================================================
-``("join", number, pickled options)``  ``("ended", pickled outcome)`` of joining
-``("run", number, pickled, leaves)``   ``("ended", pickled outcome)`` of the function
-``("interrupt", number)``              no reply: ``KeyboardInterrupt`` is raised in the function
-``("stacks",)``                        ``("stacks", text)``
-``("leave",)``                         no reply: it leaves the world and exits
-=====================================  =========================================================
+starter                                process =====================================
+========================================================= ``("join", number, pickled options)``
+``("ended", pickled outcome)`` of joining ``("run", number, pickled, leaves)``   ``("ended", pickled
+outcome)`` of the function ``("interrupt", number)``              no reply: ``KeyboardInterrupt`` is
+raised in the function ``("stacks",)``                        ``("stacks", text)`` ``("leave",)``
+no reply: it leaves the world and exits =====================================
+=========================================================
 
-Another process cannot import a function of a notebook, script or prompt, which lives in
-``__main__``. So cloudpickle sends it by value, with its closure and the globals that it names. In
-the rank its globals are the ``__main__`` there, so one cell can use what another has set.
+A process cannot import functions from the ``__main__`` of another (a notebook, script or prompt).
+So cloudpickle sends a function by value, with its closure and the globals that it names. In the
+rank, its globals are those of ``__main__`` there, so one cell can use what another has set.
 
-Unpickling runs code. That is safe here and nowhere else: the bytes come over a socket pair that the
-starter made before it started the process, both processes belong to one user, and running the
-starter's functions is the purpose. Messages between ranks always use the codec.
+Unpickling runs code. That is safe only here: the bytes come over a socket pair that the starter
+created before this process, both processes belong to one user, and running the starter's functions
+is the purpose. Messages between ranks always use the codec.
 """
 
 from __future__ import annotations
@@ -51,12 +48,12 @@ from rankwire.observe.stacks import stacks
 from rankwire.observe.tracebacks import folded, is_everything_printed
 from rankwire.texts import text_of, traceback_of, type_name
 
-_END_PATIENCE = 5.0  # seconds for a function to end after the starter has gone
+_END_PATIENCE = 5.0  # seconds for a function to end after the starter is gone
 _MAIN = "the globals of __main__"
 
 
 def main(rank: int, control: int, listener: int = -1) -> None:
-    """Run as a rank; ``control`` and, at rank 0, ``listener`` are descriptors."""
+    """Run as a rank; ``control`` and, on rank 0, ``listener`` are descriptors."""
     _RankProgram(rank, Connection(control), listener).run()
 
 
@@ -100,7 +97,7 @@ class _RankProgram:
             os._exit(1)
 
     def _obey(self, verb: str, number: int = 0, *words: Any) -> bool:
-        """Carry out one order; return whether to continue."""
+        """Execute one order; return whether to continue."""
         self.running = number
         if verb == "join":
             outcome = self._outcome(words[0], self._join)
@@ -130,7 +127,7 @@ class _RankProgram:
             if self.interrupted == self.running:
                 raise KeyboardInterrupt
             return RankOutcome(self.rank, obey(*words))
-        except BaseException as error:  # SystemExit too is reported to the starter
+        except BaseException as error:  # SystemExit is also reported to the starter
             self.is_interruptible = False
             return RankOutcome(self.rank, error=error, remote_traceback=_traceback(error))
         finally:
@@ -139,7 +136,7 @@ class _RankProgram:
                 stream.flush()
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """Raise KeyboardInterrupt in the function, once, and never outside of it."""
+        """Raise KeyboardInterrupt in the function, once, and never outside it."""
         if self.is_interruptible:
             self.is_interruptible = False
             raise KeyboardInterrupt
@@ -172,10 +169,10 @@ def _traceback(error: BaseException) -> str:
 
 def pack(value: Any) -> bytes:
     """Pickle a value; a user's class may raise any exception."""
-    import cloudpickle  # takes 20 ms to import; most programs do not need it
+    import cloudpickle  # here: importing it takes 20 ms, and most programs do not need it
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]
-        """Replace the globals of ``__main__`` by a reference to those of the other process."""
+        """Replaces the globals of ``__main__`` by a reference to those of the other process."""
 
         def __init__(self, file: io.BytesIO) -> None:
             super().__init__(file)

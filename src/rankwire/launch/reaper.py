@@ -1,19 +1,19 @@
 """End the ranks of a launcher that was killed.
 
 The reaper is a process of the standard library alone: ``python -I -S reaper.py GRACE``. It reads
-lines from stdin: the process id of each rank as it starts, the id of each process that the launcher
-adopted after a ``+``, each of these ids after a ``-`` once the process is gone and the id may be
-reused, and ``done`` when all have ended. If the pipe ends without ``done``, the launcher is dead.
-Then every rank's process group, the adopted processes and their descendants get SIGTERM, and
-SIGKILL after GRACE seconds.
+lines from stdin: the process id of each started rank; ``+`` and the id of each adopted process;
+``-`` and one of these ids when the process is gone and the id may be reused; and ``done`` when all
+have ended. If the pipe ends without ``done``, the launcher is dead. The reaper then sends SIGTERM,
+and SIGKILL after GRACE seconds, to every rank's process group, to the adopted processes and to
+their descendants.
 
 If the reaper is killed with the launcher, the kernel ends the ranks. Both processes hold the
 writing end of a pipe, and each rank inherits a *leash*: a reading end with ``O_ASYNC`` whose owner
-is the rank's process group and whose signal is SIGKILL, which is sent when the last writer is gone.
-A rank that closes descriptors which it did not open loses its leash.
+is the rank's process group and whose signal is SIGKILL. The kernel sends it when the last writer is
+gone. A rank that closes descriptors which it did not open loses its leash.
 
-A parent-death signal (``PR_SET_PDEATHSIG``) does not do: it leaves no grace or can be ignored,
-processes that the rank started do not get it, and it needs code between fork and exec.
+A parent-death signal (``PR_SET_PDEATHSIG``) does not suffice: it leaves no grace or can be ignored,
+it does not reach the rank's children, and it needs code between fork and exec.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEAD = (b"Z", b"X")  # states of ended processes that were not collected
 
 
 class Reaper:
-    """Start the reaper and report ranks to it; leave the ``with`` block when all are gone."""
+    """Starts the reaper and reports ranks to it; leave the ``with`` block when all are gone."""
 
     def __init__(self, grace: float) -> None:
         self._leash, self._hold = os.pipe()
@@ -51,7 +51,7 @@ class Reaper:
 
     @contextlib.contextmanager
     def new_leash(self) -> Iterator[int | None]:
-        """Yield a descriptor for a rank to inherit; None where there is no /proc."""
+        """Yield a descriptor for a rank to inherit, or None without /proc."""
         try:
             # Not a duplicate: each rank's leash has another owner.
             leash = os.open(f"/proc/self/fd/{self._leash}", os.O_RDONLY)
@@ -64,7 +64,7 @@ class Reaper:
             os.close(leash)
 
     def watch(self, pid: int, leash: int | None) -> None:
-        """Have ``pid`` and its process group ended if the launcher dies."""
+        """End ``pid`` and its process group if the launcher dies."""
         self._write(f"{pid}\n")
         if leash is not None and hasattr(fcntl, "F_SETSIG"):
             with contextlib.suppress(OSError):  # a kernel that emulates Linux
@@ -77,7 +77,7 @@ class Reaper:
         self._write(f"-{pid}\n")
 
     def adopt(self, pid: int) -> None:
-        """Have the adopted process ``pid`` ended if the launcher dies."""
+        """End the adopted process ``pid`` if the launcher dies."""
         self._write(f"+{pid}\n")
 
     def __enter__(self) -> Self:
@@ -102,12 +102,12 @@ class Reaper:
 
 
 def _loader_settings() -> dict[str, str]:
-    # Without these an interpreter may not start. The rest of the environment may hold secrets.
+    # An interpreter may not start without these. The rest of the environment may contain secrets.
     return {name: value for name, value in os.environ.items() if name.startswith(("LD_", "DYLD_"))}
 
 
 def keep(grace: float) -> None:
-    """Run as the reaper: read lines until ``done``, or end what is left."""
+    """Run as the reaper: read lines until ``done``, or end the remaining processes."""
     is_rank: dict[int, bool] = {}  # by process id; else it was adopted
     for line in sys.stdin:
         if line == "done\n":
@@ -132,7 +132,7 @@ def keep(grace: float) -> None:
 
 
 def send_signal(send: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal by ``os.kill`` or ``os.killpg``; return whether a process was there."""
+    """Send a signal by ``os.kill`` or ``os.killpg``; return whether the target exists."""
     try:
         send(target, number)
     except (ProcessLookupError, PermissionError):
@@ -155,7 +155,7 @@ def families() -> dict[int, list[tuple[int, int, bytes]]]:
 def descendants(
     ancestors: Iterable[int], but: Collection[int] = ()
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the descendants of these processes, without those in ``but`` and theirs."""
+    """Yield the descendants of these processes, except those in ``but`` and their descendants."""
     children, parents = families(), list(ancestors)
     while parents:
         for pid, group, state in children[parents.pop()]:

@@ -1,4 +1,4 @@
-"""Print what happens to a job, while it runs and at its end, at the launcher of node 0."""
+"""Print a job's events and result, on the launcher of node 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(counts: Mapping[str, int], missing_nodes: int, seconds: float) -> s
 
 
 class Reporter:
-    """Print what happens to the ranks of a job. For one thread."""
+    """Prints the events of a job's ranks. For one thread."""
 
     def __init__(self, output: Output, parts: Parts) -> None:
         self._output = output
@@ -60,7 +60,7 @@ class Reporter:
         return describe(counts, missing, self._age.waited)
 
     def name_who_is_left(self, attempt: Attempt) -> None:
-        """Say once that only ranks are left that were declared lost: they may never end."""
+        """Report once that only ranks are left that were declared lost: they may never end."""
         silent = attempt.silent
         if not silent or attempt.is_stopping or attempt.has_said_left:
             return
@@ -73,7 +73,7 @@ class Reporter:
             self._output.say(text, "bold yellow")
 
     def report(self, attempt: Attempt, trouble: str) -> str:
-        """Print how the job ended; return the gist of it."""
+        """Print how the job ended; return a summary."""
         self._output.show_status("")
         gist = trouble
         failures = attempt.failures(self._parts)
@@ -148,7 +148,7 @@ class Reporter:
         return gist
 
     def announce_failure(self, rank: int, ending: Ending, then: str) -> None:
-        """Print that a rank has failed, and what happens then."""
+        """Print that a rank failed, and what happens next."""
         where = self._parts.where(rank)
         self._output.say(f"rank {rank} failed ({ending}){where}: {then}", "bold yellow")
 

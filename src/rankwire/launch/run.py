@@ -1,6 +1,6 @@
 """Start the ranks of this host, with other launchers on several hosts: ``rankwire run``.
 
-The job on node 0 (``job``), else the launcher of node 0 (``nodes``), directs the ranks.
+On node 0 the job (``job``) directs the ranks; elsewhere the launcher of node 0 does (``nodes``).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _DESCRIPTORS_OF_RANK = 4  # two pipes, its socket for the secret, and its connec
 def run(options: RunOptions) -> int:
     """Start a Python program as several processes, wait for them, and return the exit code.
 
-    The code is 0 if all ranks ended with 0 (of a restarted rank, its last process). Else it is that
-    of the rank that failed first, or 128 + the signal that killed it or stopped the launcher. All
-    hosts return the same. Raise ConfigurationError if an option is invalid; nothing was started
-    then. Main thread only.
+    The code is 0 if all ranks ended with 0 (for a restarted rank, its last process). Otherwise it
+    is that of the rank that failed first, or 128 + the signal that killed it or stopped the
+    launcher. All hosts return the same code. Raise ConfigurationError if an option is invalid,
+    before anything is started. Main thread only.
     """
     options.check()
     secret = _secret(options.secret_file)
@@ -57,7 +57,7 @@ def run(options: RunOptions) -> int:
     _fill_standard_fds()
     _check_descriptors(options.ranks, has_logs=options.log_dir is not None)
     with contextlib.ExitStack() as stack:
-        # poll, not epoll: the launcher's own output may be a regular file.
+        # poll, not epoll: the launcher's output may be a regular file.
         selector = stack.enter_context(runtime.PollSelector())
         output = Output(
             selector,
@@ -127,7 +127,7 @@ def _runtime_folder(output: Output) -> Iterator[None]:
             trouble = error.message.removesuffix(f". {WHAT_TO_SET}")
             try:
                 made = tempfile.TemporaryDirectory(prefix="rankwire-", ignore_cleanup_errors=True)
-            except OSError:  # not needed by ranks that talk over TCP
+            except OSError:  # not needed by ranks that use TCP
                 output.say(error.message, "bold yellow")
                 yield
                 return

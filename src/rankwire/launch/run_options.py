@@ -15,7 +15,7 @@ MAKE_A_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 
 
 class OnFailure(StrEnum):
-    """Choose what happens to the other ranks when one fails."""
+    """What happens to the other ranks when one fails."""
 
     STOP = "stop"  # they are stopped
     CONTINUE = "continue"  # they continue without it
@@ -24,7 +24,7 @@ class OnFailure(StrEnum):
 
 @dataclass(frozen=True)
 class JobHosts:
-    """Hold the number of hosts and this host's place among them."""
+    """The number of hosts, and this host's place among them."""
 
     nodes: int = 1  # each with its own launcher
     node: int = 0  # this one; world ranks are numbered in this order
@@ -33,7 +33,7 @@ class JobHosts:
 
 @dataclass(frozen=True)
 class FailureRules:
-    """Hold what to do when a rank fails."""
+    """What to do when a rank fails."""
 
     restarts: int = 0  # of all ranks
     on_failure: OnFailure = OnFailure.STOP
@@ -42,7 +42,7 @@ class FailureRules:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Hold the options of a launcher."""
+    """The options of a launcher."""
 
     command: Sequence[str]  # the interpreter's arguments, then the program's own
     ranks: int  # on this host
@@ -56,12 +56,12 @@ class RunOptions:
     log_dir: Path | None = None
 
     def check(self) -> None:
-        """Raise a ConfigurationError if an option, or ``RANKWIRE_TIMEOUT``, is invalid."""
+        """Raise ConfigurationError if an option, or ``RANKWIRE_TIMEOUT``, is invalid."""
         if self.ranks < 1:
             raise InvalidWorldSizeError(self.ranks)
         if not 0 <= self.grace < math.inf:
             raise ConfigurationError(f"the grace is 0 or more seconds, not {self.grace!r}")
-        default_timeout()  # an invalid one is one error here, instead of one for each rank
+        default_timeout()  # fail once here instead of once in each rank
         self._check_nodes()
         on_failure = self.failures.on_failure
         if self.failures.restarts and on_failure is not OnFailure.STOP:
