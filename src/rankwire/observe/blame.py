@@ -1,8 +1,8 @@
-"""Find the rank whose failure caused the others. Pure.
+"""Find the rank whose failure caused the others.
 
-Errors caused by another rank carry its world rank as ``root``; a rank that fails reports the root.
-The coordinator reports the root before its consequences. Without a coordinator, a loss without a
-reason counts as a consequence of the first loss.
+An error that another rank caused has its world rank as ``root``, and a rank that fails reports its
+root. The coordinator reports the root before its consequences. Without a coordinator, a loss
+without a reason counts as a consequence of the first loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES_OF_CONSEQUENCES = ("PeerLostError", "PeerUnresponsiveError", "CollectiveA
 
 
 def root_of(error: BaseException | None) -> int | None:
-    """Return the rank whose failure caused an error, if the error or its chain says so.
+    """Return the rank whose failure caused an error, if the error or its chain names it.
 
     An exception group has a root only if all its exceptions have one.
     """
@@ -41,7 +41,7 @@ def root_of(error: BaseException | None) -> int | None:
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Return whether the failure of another rank caused an error."""
+    """Return whether another rank's failure caused an error."""
     for link in chain(error):
         if isinstance(link, CONSEQUENCES):
             return True
@@ -53,7 +53,7 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error, then its cause or context, then theirs, and so on."""
+    """Return an error followed by its chain of causes or contexts."""
     found: list[BaseException] = []
     while error is not None and not any(error is link for link in found):
         found.append(error)
@@ -71,7 +71,7 @@ class _Loss(NamedTuple):
 class Losses:
     """Keeps the lost ranks in the order in which this rank learned of them.
 
-    Safe from any thread: every change is one dictionary operation.
+    It is safe from any thread: every change is one dictionary operation.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class Losses:
     ) -> RankwireError:
         """Record a lost peer, and return its error with the root cause added.
 
-        ``cause`` is the rank that the peer reported as the cause of its failure. ``is_told`` says
-        whether a coordinator could have reported it.
+        ``cause`` is the rank that the peer blamed for its failure. ``is_told`` is whether a
+        coordinator could have reported the loss.
         """
         peer, first = error.peer, self._first()
         if peer is None or error.root is not None:
@@ -111,7 +111,7 @@ class Losses:
         self, error: PeerLostError, peer: int, root: int, *, is_told: bool
     ) -> RankwireError:
         begin = self._known.get(root)
-        if begin is None:  # only the peer says so: that rank is alive, or left in an orderly way
+        if begin is None:  # only the peer reports it: that rank is alive, or left without an error
             blaming = _blaming(error, root, error.reason)
             if isinstance(blaming, PeerLostError):
                 blaming.told_by = peer
@@ -151,10 +151,10 @@ def _blaming(
 def describe_failure(
     error: BaseException | None, *, rank: int | None = None, first_lost: int | None = None
 ) -> Fallen | None:
-    """Return the failure report of a rank; None if it leaves in an orderly way.
+    """Return the failure report of a rank; None if it leaves without an error.
 
-    ``error`` left the backend's ``with`` block. ``rank`` leaves, and cannot be its own cause.
-    ``first_lost`` is the cause to report for a consequence without a root.
+    ``error`` left the backend's ``with`` block. ``rank`` is the reporting rank, which cannot be its
+    own cause. ``first_lost`` is the cause to report for a consequence without a root.
     """
     if error is None or isinstance(error, GeneratorExit):
         return None

@@ -1,8 +1,7 @@
-"""Explain an error by what other ranks say that they are doing. Pure.
+"""Explain an error by what other ranks are doing.
 
-An answer only ever becomes text in an error. It is short and printable, whatever the other rank
-says. Asking takes a limited time beyond the timeout that has passed, and none if that was short: a
-program with a short timeout only looks whether something has come.
+Answers are short, printable text in an error, whatever the peer sends. Asking takes a limited time
+after the timeout, and none after a short timeout, as programs use to poll.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from rankwire.errors import DeadlineExceededError
 from rankwire.texts import one_line, one_of
 from rankwire.wire.control_messages import MAX_ANSWER_NBYTES, ActiveCall, Answer, Key, pack
 
-_WORTH_ASKING = 0.2  # seconds that were waited for in vain
-_PATIENCE = 0.5  # seconds for all answers; a busy program lets other threads in every 5 ms only
+_WORTH_ASKING = 0.2  # seconds; shorter timeouts are used to poll
+_PATIENCE = 0.5  # seconds for all answers; a busy program lets other threads run only every 5 ms
 _MOST_ASKED = 3  # ranks
 _MOST_TOLD = 4  # threads, and calls
 _MOST_TAGS = 8
-_MOST_RUNNING = 100  # calls that are listed
+_MOST_RUNNING = 100  # calls in one answer
 _MOST_NEEDS = 4096
 _SILENT = "does not say what it is doing"
 _CIRCLE = "it waits for the rank that asks, so the two wait for each other"
@@ -32,7 +31,7 @@ _MAX_TEXT = 1000  # characters
 def explain_delay(
     ask: Callable[[int, Deadline], str | None], error: DeadlineExceededError, clock: Clock
 ) -> None:
-    """Add to an error what the ranks are doing that were waited for, if they answer soon."""
+    """Ask the ranks that an error waited for what they are doing, and add their answers."""
     if error.limit < _WORTH_ASKING:
         return
     deadline = Deadline(_PATIENCE, clock)
@@ -43,10 +42,9 @@ def explain_delay(
 
 
 def explain_silence(silent: Mapping[int, float], error: DeadlineExceededError) -> None:
-    """Add to an error which ranks were not heard lately, with the seconds since.
+    """Add the silent ranks to an error, with the seconds since their last heartbeat.
 
-    Also if others were waited for: a rank that waits for one that stands still is itself waited
-    for, and would be the only one that is named.
+    They may be the cause even if the operation waited for other ranks, which wait for them in turn.
     """
     for rank in sorted(silent)[:_MOST_ASKED]:
         error.explain(f"rank {rank} has not been heard for {silent[rank]:.1f} s")
@@ -65,7 +63,7 @@ def explain_unreceived(
 
 
 def text_of(answer: Answer | None, asker: int) -> str | None:
-    """Return an answer to ``asker`` in words; None if it says nothing, "" if there is none."""
+    """Return an answer to ``asker`` as text: "" if no answer came, None if it has no content."""
     if answer is None:
         return ""
     served = [
@@ -87,7 +85,7 @@ def text_of(answer: Answer | None, asker: int) -> str | None:
 
 
 def list_calls(served: Collection[Collection[ActiveCall]]) -> Answer:
-    """Return an answer with the calls that the agents of a rank serve."""
+    """Return an answer with the calls that a rank's agents serve."""
     running = [call for calls in served for call in calls if not call.workers]
     queues = [[call for call in calls if call.workers] for calls in served]
     oldest = [max(queue, key=lambda call: call.age) for queue in queues if queue]
@@ -95,14 +93,14 @@ def list_calls(served: Collection[Collection[ActiveCall]]) -> Answer:
 
 
 def describe_calls(calls: Collection[ActiveCall]) -> Answer:
-    """Return an answer with calls that were asked about."""
+    """Return an answer with the requested calls."""
     queued = [call for call in calls if call.workers]
     listed = tuple(replace(call, needs=()) if call.workers else call for call in calls)
     return Answer(calls=listed, needs=queued[0].needs if queued else ())
 
 
 def fit(answer: Answer) -> Answer:
-    """Return an answer that is short enough to be sent; what is left out counts as not said."""
+    """Return an answer that is short enough to send; the reader treats omitted calls as unknown."""
     if len(answer.needs) > _MOST_NEEDS:
         answer = replace(answer, needs=())
     while len(pack(answer)) > MAX_ANSWER_NBYTES and (answer.calls or answer.places):
@@ -112,9 +110,10 @@ def fit(answer: Answer) -> Answer:
 
 
 def calls_of(answer: Answer, rank: int, ranks: Collection[int]) -> dict[Key, ActiveCall] | None:
-    """Return the calls that ``rank`` has described; None if it names what it cannot know.
+    """Return the calls that ``rank`` described, or None if the answer is inconsistent.
 
-    ``ranks`` are those that its agent may call. A call that is left out counts as going on.
+    It must name calls of ``rank`` only, which need only ``ranks``: those that its agent may call. A
+    call that it omits counts as running.
     """
     needs = answer.needs if len(answer.needs) <= _MOST_NEEDS else ()
     told = {call.key: replace(call, needs=needs) if call.workers else call for call in answer.calls}

@@ -1,6 +1,7 @@
 """Show what the threads of this process are doing, to explain a hang.
 
-The name of the function being called says whether a thread waits, so the thread pays nothing.
+A thread waits if the function that it calls has a name such as ``acquire``. So threads record
+nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ Frames: TypeAlias = "deque[FrameType]"  # of one thread, innermost first
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _NOT_THE_USERS = (_PACKAGE, "<frozen ")
-_STARTER = "<string>"  # the code that starts a process of multiprocessing
+_STARTER = "<string>"  # the code that starts a multiprocessing process
 _MAIN = runtime.main_thread()
 _MOST_THREADS = 8
-_MOST_FRAMES = 20  # of a thread, innermost, after folding
+_MOST_FRAMES = 20  # innermost frames of a thread, after folding
 _RUNS = "runs"
-# What a thread does while it calls a function of this name.
+# The activity of a thread that calls a function of this name.
 _WAITS = {
     "acquire": "waits for a lock",
     "sleep": "sleeps",
     **dict.fromkeys(("wait", "join", "get", "result", "select", "poll"), "waits"),
     **dict.fromkeys(("recv", "recv_into", "read", "readinto", "readline", "accept"), "waits"),
 }
-_ENTERS_BLOCK = {"BEFORE_WITH", "LOAD_SPECIAL"}  # before Python 3.14, and since
+_ENTERS_BLOCK = {"BEFORE_WITH", "LOAD_SPECIAL"}  # before Python 3.14, and since then
 
 
 def show_as(name: str, wrapper: Any) -> None:
@@ -55,7 +56,7 @@ def is_ours(path: str) -> bool:
 
 
 def is_users(path: str) -> bool:
-    """Return whether a file belongs to the user's program or to a package that it uses."""
+    """Return whether a file belongs to the user's program or its packages."""
     is_library = path.startswith(_LIBRARY) and f"{os.sep}site-packages{os.sep}" not in path
     return not is_library and not path.startswith(_NOT_THE_USERS)
 
@@ -63,8 +64,8 @@ def is_users(path: str) -> bool:
 def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) -> str:
     """Return the stacks of this process's threads, each under its name, the main thread first.
 
-    The frames of rankwire and of the standard library are folded. ``only`` and ``but`` are
-    identifiers of threads to show, by default all that run the user's program, and to leave out.
+    Frames of rankwire and the standard library are folded. ``only`` has identifiers of the threads
+    to show, by default all that run the user's program; ``but`` has those to leave out.
     """
     parts: list[str] = []
     hidden = 0
@@ -85,7 +86,7 @@ def stacks(*, only: Collection[int] | None = None, but: Collection[int] = ()) ->
 
 
 def places(*, only: Collection[str] | None = None) -> list[str]:
-    """Return where each thread, or each with these names, is in the user's program."""
+    """Return where each thread is in the user's program; ``only`` has names of threads."""
     found = []
     for thread, frames in _threads():
         if (only is None or thread.name in only) and (place := _place(frames)):
@@ -94,7 +95,7 @@ def places(*, only: Collection[str] | None = None) -> list[str]:
 
 
 def place_of(ident: int) -> str:
-    """Return where a thread is in the user's program; empty if it is elsewhere or has ended."""
+    """Return where a thread is in the user's program, or ""."""
     return _place(_frames().get(ident, ()))
 
 
@@ -107,7 +108,7 @@ def line_of_program() -> str:
 
 
 def methods_entered(methods: Collection[CodeType]) -> list[object]:
-    """Return the ``self`` of the outermost of these methods in each thread that runs one."""
+    """Return ``self`` of the outermost of these methods in each thread that runs one."""
     found = []
     for frames in _frames().values():
         entered = [frame for frame in frames if frame.f_code in methods]
@@ -123,11 +124,11 @@ def _threads() -> list[tuple[runtime.Thread, Frames]]:
 
 
 def _frames() -> dict[int, Frames]:
-    """Return the frames of each thread, with the garbage collector off.
+    """Return the frames of each thread, with garbage collection off.
 
-    ``_current_frames`` holds the interpreter's lock of the thread list. If a garbage collection ran
-    Python code inside it, another thread could take the interpreter lock, start or end a thread,
-    and wait for the list: a deadlock.
+    ``_current_frames`` holds the interpreter's lock of the thread list. If a collection ran Python
+    code inside it, another thread could take the interpreter lock, start or end a thread, and wait
+    for the list: a deadlock.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -152,7 +153,7 @@ def _with_callers(frame: FrameType) -> Frames:
 
 
 def place_awaited(coroutine: object) -> str:
-    """Return where a coroutine awaits in the user's program; empty if it is not in it, or runs."""
+    """Return where a coroutine awaits in the user's program, or ""."""
     place = ""
     while isinstance(coroutine, CoroutineType):
         frame = coroutine.cr_frame
@@ -176,16 +177,14 @@ def _place(frames: Iterable[FrameType]) -> str:
 
 
 def _operation(code: CodeType) -> str:
-    """Return the public name of a function of rankwire; empty if it is private."""
     if code.co_name == "__init__":
         return code.co_qualname.split(".")[-2]
     return code.co_name if code.co_name.isidentifier() and code.co_name[0] != "_" else ""
 
 
 def _doing(frame: FrameType) -> str:
-    """Return whether a thread runs or waits, by the call that its innermost frame is in."""
     code = frame.f_code
-    if frame.f_lasti < 0:  # the frame has not begun
+    if frame.f_lasti < 0:  # the frame has not started
         return _RUNS
     instruction = dis.opname[code.co_code[frame.f_lasti]]
     if instruction in _ENTERS_BLOCK:
@@ -219,7 +218,7 @@ def _is_program(path: str) -> bool:
 
 
 def _folded(frames: Iterable[FrameSummary]) -> list[str]:
-    """Return the text of each frame of the program, and one line for each run of other frames."""
+    """Return the text of the program's frames, and one line for each run of other frames."""
     texts: list[str] = []
     for is_program, run in itertools.groupby(frames, lambda each: _is_program(each.filename)):
         found = list(run)

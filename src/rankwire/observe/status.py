@@ -1,4 +1,4 @@
-"""Describe what a rank knows about its peers. Pure."""
+"""Describe what a rank knows about its peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankwire.errors import ChannelClosedError, RankwireError
 from rankwire.wire.frames import Channel, Envelope
 
 PeerState = Literal["up", "suspected", "left", "lost"]
-# What a receive waits for, by channel.
+# What a receive on a channel waits for.
 _WANTED: dict[int, str] = {
     Channel.MESSAGE: "a message with tag {}",
     Channel.COLLECTIVE: "a collective",
@@ -24,16 +24,16 @@ class PeerStatus:
 
     Attributes:
         rank: The peer's rank.
-        state: ``"up"``, ``"suspected"`` (silent, but not given up), ``"left"`` or ``"lost"``.
+        state: ``"up"``, ``"suspected"`` (silent, but not lost yet), ``"left"`` or ``"lost"``.
         reason: Why it is lost; else empty.
         silent_for: Seconds since its last heartbeat; 0 if it missed none.
-        link: How messages reach it, ``"unix"`` or ``"tcp"``; empty before the first message.
-        queued_nbytes: Bytes that were sent to it and that it has not read.
-        in_flight: Calls that wait for its reply.
-        waiting_for: What this rank waits to receive from it.
+        link: The connection to it, ``"unix"`` or ``"tcp"``; empty before the first message.
+        queued_nbytes: Bytes sent to it that it has not read.
+        in_flight: Calls to it without a reply.
+        waiting_for: What this rank is waiting to receive from it.
         incarnation: How many times its process was restarted alone.
-        unreceived: Messages from it that the program has not received.
-        serving: The functions that this rank runs for it.
+        unreceived: Its messages that the program has not received.
+        serving: Functions that this rank runs for it.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorldStatus:
-    """Shows what a rank knows about all peers; ``print`` it.
+    """Shows a rank's view of all peers; ``print`` it.
 
     Attributes:
         rank: The rank whose view this is.
@@ -82,7 +82,7 @@ class WorldStatus:
 
     @property
     def waiting_on(self) -> list[int]:
-        """The ranks that this rank waits for now."""
+        """The ranks that this rank is waiting for."""
         return [peer.rank for peer in self.peers.values() if peer.waiting_for or peer.in_flight]
 
     def __str__(self) -> str:
@@ -92,14 +92,14 @@ class WorldStatus:
 
 
 def state_of(failure: RankwireError | None, *, is_suspected: bool) -> PeerState:
-    """Return the state of a peer, given its failure if it has one."""
+    """Return the state of a peer from its failure, if any."""
     if failure is not None:
         return "left" if isinstance(failure, ChannelClosedError) else "lost"
     return "suspected" if is_suspected else "up"
 
 
 def describe_unreceived(counts: Mapping[Envelope, int]) -> tuple[str, ...]:
-    """Return a text for each tag with messages that the program has not received."""
+    """Describe the messages that the program has not received, by tag."""
     tags: Counter[int] = Counter()
     for (_, channel, tag), count in counts.items():
         if channel == Channel.MESSAGE:
@@ -108,5 +108,5 @@ def describe_unreceived(counts: Mapping[Envelope, int]) -> tuple[str, ...]:
 
 
 def describe_wanted(keys: Iterable[Envelope]) -> tuple[str, ...]:
-    """Return a text for each kind of receive that waits."""
+    """Describe the pending receives."""
     return tuple(sorted({_WANTED.get(channel, "a reply").format(tag) for _, channel, tag in keys}))

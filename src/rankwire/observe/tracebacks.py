@@ -1,6 +1,6 @@
 """Print short tracebacks for uncaught errors of ranks that ``rankwire run`` started.
 
-A rank that fails by itself prints its traceback without the frames inside rankwire; a rank that was
+A rank that fails by itself prints its traceback without frames of rankwire. A rank that was
 interrupted, or failed because of another rank, prints one line. ``RANKWIRE_FULL_TRACEBACK=1`` and
 the logs of ``--log-dir`` show everything. ``connect()`` installs this.
 """
@@ -23,13 +23,13 @@ from rankwire.observe.stacks import is_ours, is_users
 from rankwire.texts import traceback_of
 
 FULL_TRACEBACK = "RANKWIRE_FULL_TRACEBACK"
-# The launcher sets it to the file that also gets this rank's output.
+# The launcher sets it to the file that logs this rank's output.
 LOG_FILE = "RANKWIRE_LOG_FILE"
 
-# The message of another rank's error, which that rank prints, up to the context of our own error.
+# The message of another rank's error, which that rank prints, up to our own context.
 _RAISED = re.compile(r"(\bit raised \w+): .*?(?=( \[op [^\[\]]*\])?$)")
 _OUR_ERRORS = "rankwire.errors."
-# The margin has bars if the frame belongs to an exception group.
+# The margin has bars in an exception group.
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<path>[^"]+)", line \d+, in ')
 
 
@@ -59,8 +59,8 @@ def _log_whole(error: BaseException, text: str) -> None:
     path, whole = os.environ.get(LOG_FILE), traceback_of(error)
     if not path or whole == text:
         return
-    # The launcher made the file and appends to it too. If other users can write to the folder, they
-    # may have replaced the file: check its type and owner.
+    # The launcher created the file and appends to it too. Other users who can write to the folder
+    # may have replaced it, so check its type and owner.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "wb", buffering=0) as log:
         status = os.fstat(descriptor)
@@ -92,7 +92,7 @@ def _members(error: BaseException) -> list[BaseException]:
 
 
 def _is_consequence(error: BaseException, rank: int) -> bool:
-    """Return whether this error itself, not one in its chain, reports another rank's failure."""
+    """Return whether this error, without its chain, reports another rank's failure."""
     if not isinstance(error, RankwireError) or error.root == rank:
         return False
     return error.root is not None or isinstance(error, CONSEQUENCES)
@@ -120,12 +120,12 @@ def _where(error: BaseException) -> str:
 
 
 def folded(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a traceback with one line for each run of frames inside rankwire.
+    """Return a traceback's lines with one line for each run of frames inside rankwire.
 
-    If a frame of rankwire raised an error of another package, it stays: it may be our defect.
+    Keep a frame of rankwire that raised an error of another package: it may be our defect.
     """
     found: list[str] = []
-    ours: list[list[str]] = []  # the frames that are folded, as lines
+    ours: list[list[str]] = []  # the frames to fold, as lines
     margin = ""
     for line in [*lines, ""]:
         frame = _FRAME.match(line)
