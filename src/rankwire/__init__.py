@@ -1,7 +1,7 @@
 """Rank-addressed RPC, messaging and collectives for the processes of a training job.
 
-These are the public names; everything else is internal. Importing this package loads numpy and
-msgspec, and nothing optional; what a job does not use is loaded when it is first asked for.
+These are the public names; everything else is internal. The import loads numpy and msgspec only.
+Names that most jobs do not use are loaded at first use.
 """
 
 from importlib import import_module
@@ -129,10 +129,10 @@ def _meet(backend: Backend, timeout: float | None) -> None:
 Backend.meeting = _meet
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that this returns
+if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Load one of the names that most jobs do not use."""
+        """Load a public name at first use."""
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"rankwire.{_HOME[name]}"), name)
@@ -141,6 +141,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that this re
 
 
 def __dir__() -> list[str]:
-    modules = {"testing", "torch"} & globals().keys()  # once they are imported
+    modules = {"testing", "torch"} & globals().keys()  # if they were imported
     dunders = {name for name in globals() if name.startswith("__")}
     return sorted({*__all__, *modules, *dunders})

@@ -124,7 +124,7 @@ _LogDir = Annotated[
 ]
 
 
-# The first argument that is not an option is the program; the program gets all that follow.
+# The first positional argument is the program; all arguments after it go to the program.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     program: Annotated[

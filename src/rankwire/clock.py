@@ -1,7 +1,7 @@
 """Read the time, and wait with a timeout.
 
-A world passes one ``Clock`` to everything that waits in it, so a simulated world can run in another
-time than the real one. Code outside of worlds, such as a launcher, uses ``REAL_TIME``.
+A world passes one ``Clock`` to all its code that waits, so a simulated world can use simulated
+time. Code outside worlds, such as a launcher, uses ``REAL_TIME``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Clock:
     A subclass replaces all members but ``wait_for``.
 
     Attributes:
-        now: Returns the time in seconds; it never decreases, and only differences are meaningful.
-        sleep: Sleeps for so many seconds.
+        now: Returns monotonic seconds; only differences are meaningful.
+        sleep: Sleeps for a number of seconds.
         acquire: ``acquire(lock, True, seconds)`` returns whether it acquired the lock in time; -1
             is no limit.
 
-    These three are C functions, not methods: they cost no more than without a clock, and an
-    interrupt (Ctrl-C) cannot fall between acquiring a lock and returning that.
+    These are C functions, not methods: they add no cost, and an interrupt (Ctrl-C) cannot come
+    between acquiring a lock and returning that.
     """
 
     __slots__ = ("acquire", "now", "sleep")
@@ -45,7 +45,7 @@ class Clock:
         self.acquire: Callable[[runtime.Lock, bool, float], bool] = type(runtime.Lock()).acquire
 
     def wait(self, signal: _Signal, seconds: float | None = None) -> bool:
-        """Wait for an event or on a condition; return False if the time passes first."""
+        """Wait for an event or on a condition; return False on timeout."""
         return signal.wait(seconds)
 
     def wait_for(
@@ -64,7 +64,7 @@ class Clock:
         return True
 
     def join(self, thread: _Joinable, seconds: float | None = None) -> None:
-        """Wait until a thread or process ends, or the time has passed."""
+        """Wait until a thread or process ends, or the timeout expires."""
         thread.join(seconds)
 
 
@@ -74,8 +74,8 @@ REAL_TIME = Clock()
 class SafeCondition(runtime.Condition):
     """A condition that an interrupt (Ctrl-C) cannot leave acquired.
 
-    One C function enters it. ``Condition`` has a Python method: an interrupt after the lock's own
-    ``__enter__`` leaves it acquired, and other threads wait forever.
+    It is entered by one C function. ``Condition.__enter__`` is a Python method: an interrupt in it
+    leaves the lock acquired, and other threads wait forever.
     """
 
     __enter__ = property(attrgetter("_lock.__enter__"))

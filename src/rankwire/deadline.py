@@ -1,7 +1,6 @@
 """Limit one whole operation by one timeout.
 
-A ``Deadline`` is made where the user's call enters the library, and passed down to everything that
-waits.
+A public function creates a ``Deadline`` and passes it to all code that waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from rankwire import runtime
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.errors import ConfigurationError
 
-# Locks and poll() take a C long of nanoseconds. Longer waits are made of slices of a day.
+# Locks and poll() take a C long of nanoseconds, so longer waits are split into days.
 _LONGEST_SLEEP = 86_400.0
 
 
@@ -23,7 +22,7 @@ class Deadline:
         ConfigurationError: The limit is negative, not a number, or too large for a float.
     """
 
-    # ``_now`` is the clock's: looking it up each time would double the cost.
+    # ``_now`` is ``clock.now``: looking it up each time would double the cost.
     __slots__ = ("_end", "_now", "_start", "clock", "limit")
 
     def __init__(self, limit: float, clock: Clock) -> None:
@@ -64,7 +63,7 @@ class Deadline:
 
     @property
     def waited(self) -> float:
-        """Seconds since the operation began."""
+        """Seconds since the deadline was created."""
         now = self._now
         return now() - self._start
 
@@ -87,8 +86,8 @@ class Deadline:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"
 
 
-# For operations that must not wait, on any clock. Do not derive other deadlines from it: its clock
-# belongs to no world.
+# For operations that must not wait. Do not derive other deadlines from it: its clock belongs to no
+# world.
 AT_ONCE = Deadline(0.0, REAL_TIME)
 
 

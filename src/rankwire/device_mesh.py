@@ -1,9 +1,4 @@
-"""``DeviceMesh``: the ranks of a world as a grid, and the groups along its axes.
-
-Indices are in row-major order, as in numpy: the last axis varies fastest, so in a mesh of (nodes,
-ranks per node) the ranks of a node are consecutive. Only ``subgroup`` and ``subgroups``
-communicate.
-"""
+"""``DeviceMesh``: the ranks of a world as a grid, and the groups along its axes."""
 
 from __future__ import annotations
 
@@ -21,11 +16,12 @@ from rankwire.errors import ConfigurationError
 
 
 class DeviceMesh:
-    """The ranks 0..size-1, laid out as a grid in row-major order.
+    """The ranks 0..size-1 as a grid, in row-major order as in numpy.
 
-    It is immutable, so it is safe from any thread; two meshes of the same shape and names are
-    equal. Numpy integers count as integers. An axis is given by its index, negative ones from the
-    end as in numpy, or by its name. Ranks and coordinates are never negative.
+    The last axis varies fastest: in a mesh of (nodes, ranks per node), the ranks of a node are
+    consecutive. Only ``subgroup`` and ``subgroups`` communicate. A mesh is immutable, so it is safe
+    from any thread; meshes with equal shapes and names are equal. Arguments may be numpy integers.
+    An axis is an index, where -1 is the last, or a name. Ranks and coordinates are never negative.
 
     Args:
         shape: The number of ranks along each axis, at least 1.
@@ -71,13 +67,11 @@ class DeviceMesh:
         """The number of ranks."""
         return self._size
 
-    # -- indices -----------------------------------------------------------------------------------
-
     def coords(self, rank: int) -> tuple[int, ...]:
         """Return the index of a rank along each axis.
 
         Raises:
-            InvalidRankError: It is not a rank of this mesh.
+            InvalidRankError: The rank is not in this mesh.
         """
         rank = check_rank(rank, self._size)
         return tuple(map(int, np.unravel_index(rank, self._shape)))
@@ -109,7 +103,7 @@ class DeviceMesh:
 
         Raises:
             ConfigurationError: The axis is invalid.
-            InvalidRankError: It is not a rank of this mesh.
+            InvalidRankError: The rank is not in this mesh.
         """
         chosen = self._axis(axis)
         index: list[Any] = list(self.coords(rank))
@@ -126,24 +120,22 @@ class DeviceMesh:
         lines = np.moveaxis(self._ranks, chosen, -1).reshape(-1, self._shape[chosen])
         return [list(map(int, line)) for line in lines]
 
-    # -- groups ------------------------------------------------------------------------------------
-
     def subgroup(
         self, backend: Backend, axis: int | str, *, timeout: float | None = None
     ) -> SubBackend:
-        """Make the group of this rank along an axis. All ranks of that group must call this.
+        """Create the group of this rank along an axis. All ranks of that group must call this.
 
-        Ranks that make groups along several axes must make them in the same order.
+        Ranks that create groups along several axes must do so in the same order.
 
         Args:
             backend: The ranks of this mesh. It must stay open; the caller closes the group.
             axis: An index or a name.
-            timeout: Seconds for the agreement, and for every operation of the group without its own
-                timeout; None is the backend's.
+            timeout: Seconds to create the group, and the default of its operations. None is the
+                backend's.
 
         Raises:
             ConfigurationError: The axis is invalid, or the backend has another number of ranks.
-            MembershipError: Another member makes a different group, for example of another mesh.
+            MembershipError: Another member creates a different group, for example of another mesh.
             DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time.
         """
         chosen = self._axis(axis)
@@ -157,20 +149,20 @@ class DeviceMesh:
     def subgroups(
         self, backend: Backend, *, timeout: float | None = None
     ) -> tuple[SubBackend, ...]:
-        """Make the group of this rank along every axis. All ranks must call this.
+        """Create the group of this rank along every axis. All ranks must call this.
 
         Args:
             backend: The ranks of this mesh. It must stay open; the caller closes the groups.
-            timeout: As for ``subgroup``, for each of the groups.
+            timeout: As for ``subgroup``, for each group.
 
         Returns:
             One group for each axis, in order.
 
         Raises:
             ConfigurationError: The backend has another number of ranks.
-            MembershipError: Another rank makes a different group, for example of another mesh.
-            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time. After
-                an error, the groups made so far are closed.
+            MembershipError: Another rank creates a different group, for example of another mesh.
+            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time. The
+                groups created so far are closed.
         """
         with ExitStack() as unfinished:
             groups = tuple(
@@ -179,8 +171,6 @@ class DeviceMesh:
             )
             unfinished.pop_all()
         return groups
-
-    # -- comparison and names ----------------------------------------------------------------------
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", names={self._names}"

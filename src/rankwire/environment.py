@@ -15,7 +15,7 @@ from rankwire.errors import ConfigurationError
 
 TIMEOUT = "RANKWIRE_TIMEOUT"
 RANK = "RANKWIRE_RANK"
-# The rank that is being debugged: the others wait for it without a timeout.
+# The rank that is being debugged: other ranks wait for it without a timeout.
 DEBUG_RANK = "RANKWIRE_DEBUG_RANK"
 DEFAULT_TIMEOUT = 60.0
 
@@ -39,7 +39,7 @@ _log = logging.getLogger("rankwire")
 
 
 def without_services(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what Kubernetes sets for a service named as ``rankwire``."""
+    """Return the environment without the variables of a Kubernetes service named ``rankwire``."""
     return {
         name: value
         for name, value in environ.items()
@@ -48,9 +48,10 @@ def without_services(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_timeout() -> float:
-    """Return the seconds for operations of a world whose program sets no timeout.
+    """Return ``RANKWIRE_TIMEOUT`` in seconds, or the default.
 
-    Raise ConfigurationError if ``RANKWIRE_TIMEOUT`` is not a number of seconds.
+    Raises:
+        ConfigurationError: It is not a number of seconds above 0.
     """
     text = os.environ.get(TIMEOUT)
     if not text:
@@ -69,7 +70,7 @@ def default_timeout() -> float:
 
 @functools.cache
 def report_unknown() -> None:
-    """Log the variables with our prefix that rankwire does not read, once in a process."""
+    """Log the unknown variables with our prefix, once in a process."""
     for name in sorted(without_services(os.environ)):
         if name.startswith(_PREFIX) and name not in KNOWN:
             nearest = _nearest(name)
@@ -77,7 +78,7 @@ def report_unknown() -> None:
 
 
 def _nearest(name: str) -> str:
-    from difflib import get_close_matches  # here, because importing it takes 1 ms
+    from difflib import get_close_matches  # here: importing it takes 1 ms
 
     shorts = [known.removeprefix(_PREFIX) for known in sorted(KNOWN)]
     found = get_close_matches(name.removeprefix(_PREFIX), shorts, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""The base class of all errors: context, copies, text and pickling."""
+"""The base class of all errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class RankwireError(Exception):
         peer: The rank at the other end.
         tag: The message tag.
         waited: Seconds spent in the operation.
-        root: The world rank, also in a group, whose failure caused this one, if known.
+        root: The world rank whose failure caused this error, if known.
         is_reported: Whether the other ranks of a collective were notified of it.
         is_local: Whether its ranks are those of the group, and need no translation.
     """
 
-    __module__ = "rankwire.errors"  # where users find it, also in tracebacks and pickles
+    __module__ = "rankwire.errors"  # as users import it; also shown in tracebacks and pickles
     is_reported: bool = False
     is_local: bool = False
     root: int | None = None
@@ -42,7 +42,7 @@ class RankwireError(Exception):
         tag: int | None = None,
         waited: float | None = None,
     ) -> Self:
-        """Add context that is not set yet; return the error itself, ready to be raised."""
+        """Set the context that is not set yet; return the error itself, ready to be raised."""
         self.op = op if self.op is None else self.op
         self.rank = rank if self.rank is None else self.rank
         self.peer = peer if self.peer is None else self.peer
@@ -51,17 +51,14 @@ class RankwireError(Exception):
         return self
 
     def copy(self) -> Self:
-        """Return an equal error. Threads that raise the same error must not share a traceback."""
+        """Return a copy, because threads that raise the same error must not share a traceback."""
         state = {k: list(v) if type(v) is list else v for k, v in self.__dict__.items()}
         twin = _restore(type(self), self.args, state)
         twin.__cause__ = self.__cause__
         return twin  # type: ignore[return-value]
 
     def kept(self) -> Self:
-        """Return an equal error that may be kept for as long as a failure lasts.
-
-        It and its cause have no traceback, which would keep the frames of waiting threads alive.
-        """
+        """Return a copy without tracebacks, which would keep the frames of threads alive."""
         twin = self.copy()
         if twin.__cause__ is not None:
             twin.__cause__.__traceback__ = None

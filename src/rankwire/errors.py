@@ -5,13 +5,13 @@
 - Connections: ProtocolError (InvalidMessageError, VersionMismatchError), AuthenticationError,
   RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError), ChannelClosedError,
   ResourceError
-- Calls: RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError,
-  CallCancelledError, DeadlineExceededError
+- Calls: RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError, CallCancelledError,
+  DeadlineExceededError
 - Collectives: CollectiveMismatchError, CollectiveAbortedError, MembershipError
 - Processes: ForkedProcessError, RankFailedError, RanksStuckError
 
-All derive from ``RankwireError`` and from the builtin exception that a user would catch. An error
-has its data as attributes and can be pickled. Its text ends with the context of the operation.
+All derive from ``RankwireError`` and from a matching builtin exception. Every error can be pickled,
+has its data as attributes, and ends its text with the context of the operation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class InvalidWorldSizeError(ConfigurationError):
 
 
 class InvalidRankError(ConfigurationError):
-    """A rank that is outside the world or group."""
+    """A rank is outside the world or group."""
 
     def __init__(self, invalid_rank: int, world_size: int, *, what: str = "rank") -> None:
         super().__init__(
@@ -68,7 +68,7 @@ class SelfSendError(ConfigurationError):
 
 
 class UnsupportedTypeError(RankwireError, TypeError):
-    """A value that the codec cannot send; ``path`` is its place, such as ``args[1]["opt"]``."""
+    """The codec cannot send a value; ``path`` is its place, such as ``args[1]["opt"]``."""
 
     def __init__(self, path: str, type_name: str, advice: str) -> None:
         super().__init__(f"{path}: type {type_name} cannot be sent. {advice}")
@@ -103,11 +103,11 @@ class ProtocolError(RankwireError, ConnectionError):
 
 
 class InvalidMessageError(ProtocolError, ValueError):
-    """A payload that cannot be decoded."""
+    """A payload cannot be decoded."""
 
 
 class VersionMismatchError(ProtocolError):
-    """The two ends use different versions of the protocol."""
+    """The two peers use different versions of the protocol."""
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(
@@ -141,13 +141,13 @@ class ResourceError(RankwireError, RuntimeError):
 
 
 class PeerLostError(RankwireError, ConnectionError):
-    """The peer died, or its connection broke. Every later operation that needs it fails too.
+    """The peer died or its connection broke. Every later operation with this peer fails too.
 
     Attributes:
-        reason: How this was noticed, or the error that ended the peer.
-        root: The rank that failed first: the peer, or the rank because of which the peer failed.
+        reason: How the loss was noticed, or the error that ended the peer.
+        root: The rank that failed first: the peer, or the rank that caused the peer's failure.
         remote_traceback: The traceback of the error that ended the root, as text; else empty.
-        told_by: The rank whose traceback this is, if not the root's: the root may be alive.
+        told_by: The rank with that traceback, if it is not the root; the root may be alive.
         may_have_run: For a call: whether the function may have run.
     """
 
@@ -175,11 +175,11 @@ class PeerLostError(RankwireError, ConnectionError):
 
 
 class PeerUnresponsiveError(PeerLostError):
-    """The peer's connection is open, but its process has been silent for too long."""
+    """The peer is connected, but its process has been silent for too long."""
 
 
 class ChannelClosedError(RankwireError, ConnectionError):
-    """This side has closed, or the peer has left without an error."""
+    """This side is closed, or the peer left without an error."""
 
     may_have_run: bool = False
 
@@ -188,13 +188,13 @@ class DeadlineExceededError(RankwireError, TimeoutError):
     """The timeout expired. Connections stay usable; a message that arrives later can be received.
 
     Attributes:
-        waiting_for: The ranks that were waited for.
-        culprits: The same ranks, numbered as in the world, also for a group.
-        detail: What else is known, as text.
-        may_have_arrived: For a message that was sent: whether a part of it had left. The rest
-            follows, so it arrives unless the peer is lost first. If False, it never arrives.
+        waiting_for: The ranks that the operation was waiting for.
+        culprits: The same ranks as world ranks; they differ in a group.
+        detail: More information, as text.
+        may_have_arrived: For a sent message: whether a part of it was sent. The rest follows, so it
+            arrives unless the peer is lost first. If False, it never arrives.
         may_have_run: For a call: whether the function may have run.
-        is_explained: Whether ``detail`` has what those ranks reported, so they need not be asked.
+        is_explained: Whether ``detail`` already says what those ranks are doing.
     """
 
     may_have_arrived: bool = False
@@ -227,7 +227,7 @@ class OverloadedError(RankwireError, RuntimeError):
 
 
 class CircularCallError(RankwireError, RuntimeError):
-    """Calls wait for each other in a circle, so none of them can finish; this one was stopped.
+    """Calls wait for each other in a circle, so none can finish; this one was stopped.
 
     Attributes:
         circle: The calls as (rank, function name); each waits for the next, the last for the first.
@@ -244,7 +244,7 @@ class CircularCallError(RankwireError, RuntimeError):
 
 
 class CallCancelledError(RankwireError, RuntimeError):
-    """The function that made this call serves a caller that cancelled it."""
+    """The function that made this call serves a call that was cancelled."""
 
     may_have_run: bool = True
 
@@ -263,8 +263,8 @@ class FunctionNotFoundError(RankwireError, LookupError):
 
     Attributes:
         name: The requested name.
-        known: The names registered there, if there is no reason.
-        reason: Why not, as the callee's resolver says; else empty.
+        known: The names registered there, unless ``reason`` is set.
+        reason: The reason that the callee's resolver gave; else empty.
     """
 
     reason: str = ""
@@ -289,17 +289,17 @@ class FunctionNotFoundError(RankwireError, LookupError):
 class RemoteError(RankwireError, RuntimeError):
     """The called function raised. The message includes the remote traceback.
 
-    This error is also an instance of the builtin exception that was raised, or of one that the
-    caller has registered (``RpcAgent.register_error``), or of the nearest such base class: ``except
+    It is also an instance of the builtin exception that was raised, of the class that the caller
+    registered for it (``RpcAgent.register_error``), or of its nearest such base class: ``except
     KeyError`` catches it. Attributes of that class, such as ``errno``, are not sent.
 
     Attributes:
         peer: The rank where the function raised.
-        remote_type: Name of the remote exception's class.
+        remote_type: The name of the remote exception's class.
         remote_message: Its text.
         remote_traceback: Its traceback as text.
-        remote_bases: Names of the base classes of the remote one, nearest first, without
-            ``Exception``. Empty for an error of rankwire itself.
+        remote_bases: The names of its base classes, nearest first, without ``Exception``. Empty for
+            an error of rankwire.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class RemoteError(RankwireError, RuntimeError):
 
 
 class CollectiveMismatchError(RankwireError, RuntimeError):
-    """Ranks disagree on the collective that they are in, or on its arguments."""
+    """Ranks disagree on the current collective or its arguments."""
 
 
 class CollectiveAbortedError(RankwireError, RuntimeError):
@@ -330,7 +330,7 @@ class CollectiveAbortedError(RankwireError, RuntimeError):
 
     Attributes:
         reason: What that rank reported.
-        waiting_for: The ranks that it was waiting for if its timeout expired; else empty.
+        waiting_for: The ranks that it waited for if its timeout expired; else empty.
     """
 
     peer: int

@@ -1,16 +1,15 @@
-"""Let a thread do the work of finalizers, and close what is still open when the interpreter exits.
+"""Run the work of finalizers in a thread, and close open objects when the interpreter exits.
 
-The garbage collector calls ``__del__`` and ``weakref.finalize`` in any thread that allocates
-memory, also while that thread holds a lock. A finalizer that takes a lock can wait for its own
-thread, without a timeout. So finalizers of this package take no lock, not even those of logging:
-they call ``hand_over``, and a thread does the rest. It starts with the first work and ends after a
-moment without. No lock guards that: ``_idle`` holds one item while there is no thread, and
-``deque.pop`` gives it to one caller.
+The garbage collector runs finalizers in any thread that allocates memory, also while that thread
+holds a lock. A finalizer that takes that lock waits forever. So finalizers of this package take no
+lock, not even those of logging: they call ``hand_over``, and a thread does the rest. It starts with
+the first work and ends when idle. ``_idle`` holds one item while there is no thread; ``deque.pop``
+gives that item to one caller, without a lock.
 
-At exit, agents and backends that are still open are closed in reverse order of creation, so an
-agent before its backend. Peers then get a farewell, or the traceback if the program ends by an
-uncaught error. After ``os._exit`` or a signal they report the process as lost. Daemon threads of
-the user that are still in a call get its error, but its traceback is not printed.
+At exit, open agents and backends are closed in reverse order of creation. Peers then get a
+farewell, or the traceback if the program ends by an uncaught error; after ``os._exit`` or a signal,
+they report the process as lost. Daemon threads that are still in a call get its error, but its
+traceback is not printed.
 """
 
 from __future__ import annotations
@@ -43,29 +42,29 @@ _idle: deque[tuple[Callable[[], None], tuple[()]]] = deque()
 def hand_over(work: Callable[..., object], *args: Any) -> None:
     """Let a thread call ``work(*args)`` soon. For finalizers: takes no lock and does not wait.
 
-    Calls run one after the other, in order; what they raise is logged. When the interpreter exits,
-    pending calls run too, but none that is handed over after that.
+    Calls run one at a time, in order, and their errors are logged. Pending calls also run when the
+    interpreter exits, but not calls that are handed over after that.
     """
     if sys.is_finalizing():
         return
-    _due.put((work, args))  # safe also if the collector has interrupted another put
+    _due.put((work, args))  # safe even if the collector interrupted another put
     try:
-        # One call of a C function, so that an interrupt (Ctrl-C) cannot leave neither the item in
-        # ``_idle`` nor a thread.
+        # One C call, so that an interrupt (Ctrl-C) cannot remove the item without starting a
+        # thread.
         deque(starmap(runtime.start_new_thread, starmap(_idle.pop, ONCE)), 0)
-    except IndexError:  # there is a thread
+    except IndexError:  # the thread is already running
         return
-    except RuntimeError:  # no thread can start now: the next caller tries, or ``_finish`` does it
+    except RuntimeError:  # no thread can start now: the next call tries, or ``_finish`` does it
         _idle.append(_START)
 
 
 def _start() -> None:
     """Start the thread, from a new thread that holds no locks."""
-    # ``threading`` takes locks when it starts a thread. Logging in a thread that it did not start
-    # adds an entry there that is never removed.
+    # ``threading`` takes locks when it starts a thread. Logging in a thread that ``threading`` did
+    # not start adds an entry there that is never removed.
     try:
         runtime.Thread(target=_run, name="rankwire finalizers", daemon=True).start()
-    except RuntimeError:  # the interpreter ends, or the system has no more threads
+    except RuntimeError:  # the interpreter exits, or the system has no more threads
         _idle.append(_START)
 
 
@@ -82,7 +81,7 @@ def _run() -> None:
         if _due.empty():
             return
         try:
-            _idle.pop()  # work has come: go on
+            _idle.pop()  # more work arrived: continue
         except IndexError:  # another thread was started
             return
 
@@ -90,12 +89,12 @@ def _run() -> None:
 def _do(work: Callable[..., object], args: tuple[Any, ...]) -> None:
     try:
         work(*args)
-    except Exception:  # there is no caller to raise it to
+    except Exception:  # no caller could receive it
         _log.exception("%r failed after its object was dropped", work)
 
 
 def _finish() -> None:
-    """Run what is left when the interpreter exits, where no thread may start any more."""
+    """Run the remaining work at exit, when threads can no longer be started."""
     if not _idle:  # let the thread finish its work
         done = runtime.Event()
         _due.put((done.set, ()))
@@ -103,9 +102,6 @@ def _finish() -> None:
     with suppress(runtime.Empty):
         while True:
             _do(*_due.get_nowait())
-
-
-# -- at exit ---------------------------------------------------------------------------------------
 
 
 class Leaving(Protocol):
@@ -118,7 +114,7 @@ class Leaving(Protocol):
 T = TypeVar("T")
 Leave = Callable[[T, BaseException | None], None]
 
-_leaving: WeakKeyDictionary[Any, Leave[Any]] = WeakKeyDictionary()  # in the order of their making
+_leaving: WeakKeyDictionary[Any, Leave[Any]] = WeakKeyDictionary()  # in order of creation
 
 
 def _leave(thing: Leaving, error: BaseException | None) -> None:
@@ -132,7 +128,7 @@ def close_at_exit(thing: T, leave: Leave[T]) -> None: ...
 def close_at_exit(thing: Any, leave: Leave[Any] = _leave) -> None:
     """Close an object when the interpreter exits, if it still exists then.
 
-    Pass ``leave`` where a public ``leave_at_exit`` would be one more method for users to see.
+    ``leave`` replaces its method ``leave_at_exit``, for classes that should not show one to users.
     """
     _leaving[thing] = leave
 
@@ -143,13 +139,13 @@ def _close_at_exit() -> None:
     for thing, leave in reversed(list(_leaving.items())):
         try:
             leave(thing, error)
-        except Exception as trouble:  # close the others too
+        except Exception as trouble:  # still close the others
             _log.warning("something went wrong while leaving: %s", trouble)
     _finish()
 
 
 def _uncaught() -> BaseException | None:
-    """Return the error that ends the program; at a prompt the user has seen the last one."""
+    """Return the error that ends the program. At a prompt, the user has already seen it."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -157,7 +153,7 @@ def _uncaught() -> BaseException | None:
 
 
 def _without_farewells(hook: runtime.ThreadHook) -> runtime.ThreadHook:
-    """Return a hook for uncaught errors of threads that ignores those caused by closing."""
+    """Return a hook for uncaught errors of threads that ignores errors caused by closing."""
 
     def report(args: runtime.ExceptHookArgs) -> None:
         is_daemon = args.thread is not None and args.thread.daemon
@@ -168,7 +164,7 @@ def _without_farewells(hook: runtime.ThreadHook) -> runtime.ThreadHook:
 
 
 def _renew() -> None:
-    """Begin anew in a forked child: the objects, the thread and its work are the parent's."""
+    """Reset the state in a forked child: objects, thread and work belong to the parent."""
     global _due
     _due = runtime.SimpleQueue()
     _idle.clear()

@@ -1,9 +1,9 @@
-"""Keep a child that ``os.fork`` makes from using or harming what its parent holds.
+"""Protect a parent process from the children that ``os.fork`` creates.
 
-A child has none of its parent's threads, so a lock may stay held forever, and it shares its
-parent's sockets. An object with descriptors, locks or threads is *guarded*: it closes the child's
-copies of descriptors before any other code runs, without notifying peers, so that a connection ends
-when the parent dies. An object that users hold is also *invalidated*: every use of it raises
+A child has none of its parent's threads, so locks may stay held forever, and it shares its parent's
+sockets. An object with descriptors, locks or threads is *guarded*: before any other code runs in
+the child, it closes the child's copies of the descriptors without notifying peers, so that a
+connection ends when the parent dies. A public object is also *invalidated*: every use of it raises
 ``ForkedProcessError``.
 """
 
@@ -20,10 +20,10 @@ from rankwire.errors import ForkedProcessError
 
 
 class Forkable(Protocol):
-    """An object that can be guarded: hashable by identity, weakly referable."""
+    """An object that can be guarded. It is hashable by identity and can have weak references."""
 
     def close_in_child(self) -> None:
-        """In a child: close descriptors, and leave locks, threads and peers alone. Never wait."""
+        """Close descriptors in a child. Do not wait, and do not use locks, threads or peers."""
 
 
 T = TypeVar("T")
@@ -39,22 +39,23 @@ def guard(thing: T, close: Callable[[T], None]) -> None: ...
 def guard(thing: Any, close: Callable[[Any], None] = methodcaller("close_in_child")) -> None:
     """Call ``close(thing)`` in every child that is forked while the object exists.
 
-    Pass ``close`` where a public ``close_in_child`` would be one more method for users to see.
+    ``close`` replaces its method ``close_in_child``, for classes that should not show one to users.
     """
     _guarded[thing] = close
 
 
 def renew_in_child(lock: runtime.Lock) -> None:
-    """Free a module's lock in every child: the thread that held it does not exist there."""
-    # The standard library does the same. There is no public way to free a lock whose holder is
-    # gone, and a new lock would not reach code that has the old one by name.
+    """Release a module's lock in every child, where the thread that held it does not exist."""
+    # The standard library does the same. There is no public way to do it, and a new lock would not
+    # reach code that imported the old one.
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def invalidate(thing: object) -> None:
-    """In a child: make every use of an object raise; closing it does nothing.
+    """Make every use of an object raise, in a child; closing it does nothing.
 
-    Replacing the class costs the parent nothing, needs no lock and covers every operation.
+    It replaces the object's class, which costs the parent nothing, needs no lock and covers every
+    operation.
     """
     kind = type(thing)
     if kind not in _invalidated:

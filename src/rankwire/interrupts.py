@@ -1,37 +1,28 @@
-"""How code here survives an interrupt (Ctrl-C, or any exception of a signal handler).
+"""Keep code correct when an interrupt (Ctrl-C, or a signal handler that raises) comes anywhere.
 
-CPython runs signal handlers in the main thread, when a function begins, after each call of a C
-function and at each jump backwards. So an interrupt may fall between a system call and the line
-that notes its result. After it is caught, the world must still work. Four rules, used everywhere:
+CPython runs signal handlers in the main thread: when a function begins, after each call of a C
+function and at each jump backwards. So an interrupt may come between a system call and the line
+that notes its result. The world must still work after that. Four rules, used everywhere:
 
 1. **Act and note in one C call.** ``notes.extend(map(function, ...))`` calls a C function and
-   stores what it returns with no place for an interrupt between. ``call_and_note`` and
-   ``pop_into`` have names for it; paths that every message takes write it out, because a Python
-   call costs 40 ns. The function must be written in C, and the notes are made before the ``try``
-   whose ``finally`` reads them::
+  stores its result without a place for an interrupt between. Use ``call_and_note`` and
+  ``pop_into``, or write it out where every message passes, because a Python call costs 40 ns.
+  Create the notes before the ``try`` whose ``finally`` reads them::
 
        grip: list[bool] = []
-       try:
-           call_and_note(grip, lock.acquire, False)
+       try: call_and_note(grip, lock.acquire, False)
            ...
-       finally:
-           if grip == [True]:
-               lock.release()
+       finally: if grip == [True]: lock.release()
 
-2. **Clean up twice.** A second interrupt may end the cleaning up after the first, so it is made
-   safe to repeat, and written as::
+2. **Clean up twice.** A second interrupt may end the cleanup after the first, so cleanup is safe to
+  repeat. It is not a function, where an interrupt could come before its ``try``::
 
        try:
            self._leave(visit)
-       except BaseException:
-           self._leave(visit)  # interrupted
-           raise
+       except BaseException: self._leave(visit)  # interrupted raise
 
-   This is no function: an interrupt could fall where that begins, before its ``try``.
-
-3. **Change state in one assignment.** What belongs together is one tuple. Until it is replaced the
-   old one holds, and the next thread repeats the work.
-
+3. **Change state in one assignment.** Values that belong together are one tuple. Until it is
+  replaced, the old one holds, and the next thread repeats the work.
 4. **Note an intention before it has effects**, and remove the note last.
 
 ``tests/interrupts.py`` raises an interrupt at every such place in turn.
@@ -46,7 +37,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# ``starmap(items.pop, ONCE)`` removes an item when it is consumed, in the C function that does so.
+# ``starmap(items.pop, ONCE)`` removes an item in the same C call that consumes it.
 ONCE: tuple[tuple[()]] = ((),)
 
 

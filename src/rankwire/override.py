@@ -1,4 +1,4 @@
-"""Marks a method that keeps the contract of its base class (in ``typing`` from Python 3.12 on)."""
+"""Mark a method that keeps its base class's contract (``typing.override`` from Python 3.12)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,7 @@
-"""Show in ``dir()`` of public objects, and so in completion, only what users call.
+"""Show only users' names in ``dir()`` of public objects, and so in completion.
 
-A public class lists its own public attributes in ``_SHOWN``, and derives from ``PublicDir``.
-Classes of the package without a list show nothing; other base classes and users' subclasses show
-everything. Python's prompt completes from classes too, so they show the same.
+A public class derives from ``PublicDir`` and lists its own public attributes in ``_SHOWN``. Classes
+of the package without a list show nothing; all other classes show everything.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class PublicDir(metaclass=PublicDirMeta):
 
 
 def public_names(cls: type, names: Iterable[str]) -> list[str]:
-    """Return the names of a class, or of its object, that are for users."""
+    """Return the public names of a class or of its instances."""
     public: set[str] = set()
     for base in cls.__mro__:
         is_ours = base.__module__.partition(".")[0] == _PACKAGE

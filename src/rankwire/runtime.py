@@ -1,7 +1,7 @@
-"""The one door to the machine: threads, sockets, polls, process ids and entropy.
+"""Threads, sockets, polls, process ids and entropy of the machine.
 
-Every other module looks these up here at use (``runtime.Lock()``), so that a simulation can replace
-them. They are the real objects: nothing becomes slower.
+Other modules look these up here at each use (``runtime.Lock()``), so that a simulation can replace
+them. They are the real objects, so this costs nothing.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ ThreadHook = Callable[[ExceptHookArgs], Any]
 
 
 def wrap_thread_excepthook(wrap: Callable[[ThreadHook], ThreadHook]) -> None:
-    """Replace the hook for uncaught errors of threads by one that is made of it."""
+    """Replace the hook for uncaught errors of threads by ``wrap(hook)``."""
     threading.excepthook = wrap(threading.excepthook)
 
 
 def new_event_loop() -> AbstractEventLoop:
-    """Return a new loop for coroutines."""
-    import asyncio  # here, because importing it takes as long as all of this package
+    """Return a new event loop."""
+    import asyncio  # here: importing it takes as long as all of this package
 
     return asyncio.new_event_loop()

@@ -1,8 +1,8 @@
-"""Make texts from other ranks short enough to print, and harmless to a terminal.
+"""Shorten texts from other ranks, and make them safe to print on a terminal.
 
-A text is shortened where it is made, and again where it is received, since a peer may send
-anything. The beginning and the end are kept: a traceback has its origin and its error there. All in
-linear time; repeating changes nothing.
+The sender shortens a text, and the receiver does so again, since a peer may send anything. Both
+keep the beginning and the end: a traceback has its origin and its error there. All functions take
+linear time and are idempotent.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 
-# Characters. A traceback at the recursion limit, with a thousand frames, has more.
+# Characters. A traceback at the recursion limit (1,000 frames) is longer.
 MAX_REASON = 500
 MAX_TRACEBACK = 32_768
 
-# All control characters but tab and newline; characters that turn the direction of text or break a
+# All control characters but tab and newline; characters that change the text direction or break a
 # line; and lone surrogates, which cannot be encoded.
 _TURNING = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[\x00-\x08\x0b-\x1f{_TURNING}]")
 # Matches a text that can be printed as one line. ("$" would accept a final newline.)
 NAME = rf"^[^\x00-\x1f{_TURNING}]*\Z"
 _NOTE_LENGTH = 60
-# How many ranks are listed one by one; characters after which a list of ranges is cut.
+# The most ranks to list singly; the characters after which a list of ranges is cut.
 _MOST_LISTED = 8
 _RANGES_LENGTH = 100
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text of at most ``longest`` characters (100 or more), without its middle."""
+    """Return a text with at most ``longest`` characters (100 or more), without its middle."""
     if len(text) <= longest:
         return text
     half = (longest - _NOTE_LENGTH) // 2
@@ -36,7 +36,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def printable(text: str, longest: int = MAX_TRACEBACK) -> str:
-    """Return the lines of a text from another process, shortened and without control characters."""
+    """Return a text from another process, shortened and without control characters."""
     return shortened(_UNPRINTABLE.sub(_escaped, shortened(text, longest)), longest)
 
 
@@ -47,9 +47,9 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks in words: "rank 2", "ranks 0, 3", "300 ranks: 0-298, 301".
+    """Return the ranks as text: "rank 2", "ranks 0, 3", "300 ranks: 0-298, 301".
 
-    At most 150 characters, for any number of ranks.
+    It has at most 150 characters, for any number of ranks.
     """
     if len(ranks) <= _MOST_LISTED:
         return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
@@ -72,7 +72,7 @@ def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def type_name(value: object) -> str:
-    """Return the ``class_name`` of a value's type."""
+    """Return the name of a value's class, with its module unless that is ``builtins``."""
     return class_name(type(value))
 
 
@@ -91,7 +91,7 @@ def text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, *, without_first: bool = False) -> str:
-    """Return the traceback of an error, without its first frame if asked."""
+    """Return the traceback of an error, optionally without its first frame."""
     frames = error.__traceback__
     if without_first and frames is not None:
         frames = frames.tb_next
