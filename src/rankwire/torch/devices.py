@@ -1,8 +1,8 @@
 """Handle tensors that are not in host memory.
 
-The group's backend for their device (``"cpu:rankwire,cuda:nccl"``) handles them; it is created on
-first use, because torch creates none for a custom group class. Without one, tensors are copied
-through host memory.
+The group's backend for their device (``"cpu:rankwire,cuda:nccl"``) handles them. It is created at
+first use, because torch creates none for a custom group class. Without such a backend, tensors are
+copied through host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Operation = Callable[..., Any]
 
 
 class Devices:
-    """Run a group's operations on tensors of other devices."""
+    """Runs a group's operations on tensors of other devices."""
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self._group = group
@@ -33,7 +33,7 @@ class Devices:
         self._is_said = False
 
     def others(self) -> dict[str, str]:
-        """Return the names of the other backends that the group was configured with, by device."""
+        """Return the group's other backends, by device."""
         config = c10d._world.pg_backend_config.get(self._group, "")
         backends = dict(part.split(":") for part in config.split(",") if ":" in part)
         return {device: name for device, name in backends.items() if name != "rankwire"}
@@ -78,7 +78,7 @@ class Devices:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a plain ``torch.Tensor`` on the same memory; it may be a parameter."""
+    """Return a tensor or parameter as a plain ``torch.Tensor`` on the same memory."""
     if type(tensor) is torch.Tensor:
         return tensor
     return tensor.detach().as_subclass(torch.Tensor)

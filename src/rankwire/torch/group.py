@@ -1,8 +1,8 @@
 """The process group: every operation of ``torch.distributed``, on a rankwire backend.
 
 DDP, functional collectives and compiled graphs call the methods below by these names and by older
-ones. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns None; all
-others run in the background and return a work. Errors are torch's (``group_operations``).
+ones. A blocking call (``opts.asyncOp`` is False) runs in the caller's thread and returns None.
+Other calls run in the background and return a work. Errors are torch's (``group_operations``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rankwire.torch.torch_rendezvous import form_world, register_launchers, take
 
 Tensors = Sequence[torch.Tensor]
 
-_COPIED = 4 << 10  # bytes; up to this size copying a message (0.1 us) is cheaper than a check
+_COPIED = 4 << 10  # bytes; up to this size, copying a message (0.1 us) costs less than a check
 
 
 def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
@@ -68,7 +68,7 @@ def create_group(options: Any, backend_options: Any = None) -> RankwireGroup:
 
 
 def register() -> None:
-    """Register with torch, which calls this during its own import, or ours. Idempotent."""
+    """Register with torch. Torch calls this during its import, or we during ours. Idempotent."""
     if not hasattr(dist.Backend, "RANKWIRE"):
         dist.Backend.register_backend("rankwire", create_group, extended_api=True, devices=["cpu"])
     register_launchers()
@@ -148,7 +148,7 @@ class _GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         self.ranks.close()
 
     def abort(self) -> None:
-        """Leave the group at once: pending operations fail, on this rank and on others."""
+        """Leave the group at once; pending operations fail on all ranks."""
         self.ranks.close(error=RuntimeError("the process group was aborted"))
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -335,7 +335,7 @@ class RankwireGroup(_GroupBase):
             return MessageWork(self.ranks.isend(data, dst, tag), tensor)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from any rank; the work's ``source_rank()`` says which."""
+        """Receive a tensor from any rank; the work's ``source_rank()`` identifies it."""
         return self.recv(tensors, ANY_RANK, tag)
 
     @override

@@ -1,4 +1,4 @@
-"""What torch's process groups have and rankwire's backends do not: arguments, operations, handles.
+"""The parts of torch's process groups that backends lack: arguments, operations, handles.
 
 rankwire's errors become the ``__cause__`` of a ``DistBackendError``, which is a ``RuntimeError``.
 """
@@ -26,7 +26,7 @@ from rankwire.torch.devices import plain
 
 
 class _AsTorch:
-    """The type of ``as_torch``. A generator-based context manager takes 0.7 us more a message."""
+    """The type of ``as_torch``. A generator-based context manager takes 0.7 us more per message."""
 
     def __enter__(self) -> None:
         pass
@@ -41,7 +41,7 @@ as_torch: Final = _AsTorch()
 
 
 def translated(error: BaseException) -> BaseException:
-    """Return the error to raise instead; errors that are not rankwire's are returned unchanged."""
+    """Return torch's error for one of rankwire, or any other error unchanged."""
     if isinstance(error, ConfigurationError):
         return ValueError(str(error))
     if not isinstance(error, RankwireError):
@@ -56,11 +56,11 @@ _NO_LIMIT = timedelta(0)
 
 
 def seconds_of(limit: timedelta | None) -> float | None:
-    """Return torch's timeout in seconds; None if it is not set (torch uses values below zero)."""
+    """Return torch's timeout in seconds; None if it is not set (0 or negative)."""
     return None if limit is None or limit <= _NO_LIMIT else limit.total_seconds()
 
 
-# By number: looking up the enum takes 1 us more, as each access makes a new object.
+# By number: looking up the enum takes 1 us more, as each access creates an object.
 _OPS = {
     int(ReduceOp.SUM): "sum",
     int(ReduceOp.AVG): "mean",
@@ -85,7 +85,7 @@ def op_of(reduce_op: Any) -> Any:
 
 
 def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: float | None) -> None:
-    """Replace a sparse tensor by its sum over all ranks, added up in rank order."""
+    """Replace a sparse tensor by its sum over all ranks, in rank order."""
     if op != "sum":
         raise ConfigurationError("sparse tensors can only be summed (ReduceOp.SUM)")
     own = tensor.coalesce()
@@ -106,7 +106,7 @@ def add_sparse(backend: Backend, tensor: torch.Tensor, op: object, timeout: floa
 def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all ranks, and name those that do not arrive in time. torch's own is for Gloo only.
+    """Wait for all ranks, and name the missing ones on timeout. torch's function is for Gloo only.
 
     Args:
         group: A process group; the default one if None. Other backends' groups are passed to torch.
@@ -149,7 +149,7 @@ def options_of(kind: type[Any], given: Any) -> Any:
 
 
 def only_tensor(tensors: Any) -> torch.Tensor:
-    """Return the one tensor that a call is about."""
+    """Return the only tensor of a call."""
     if isinstance(tensors, torch.Tensor):
         return plain(tensors)
     if len(tensors) != 1:
@@ -159,7 +159,7 @@ def only_tensor(tensors: Any) -> torch.Tensor:
 
 
 def only_list(lists: Any) -> list[torch.Tensor]:
-    """Return the one list of tensors that a call is about."""
+    """Return the only list of tensors of a call."""
     if lists and isinstance(lists[0], torch.Tensor):
         return [plain(tensor) for tensor in lists]
     if len(lists) != 1:
@@ -180,7 +180,7 @@ def bytes_view(flat: Any) -> memoryview:
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return parts of these sizes along dimension 0."""
+    """Split a tensor into these sizes along dimension 0."""
     return list(torch.split(tensor, list(sizes)))
 
 
@@ -225,11 +225,11 @@ class OperationWork(dist._Work):  # type: ignore[misc]
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that ends with the operation; its callbacks may use the group."""
+        """Return a future that completes with the operation; its callbacks may use the group."""
         if self._future is None:
             ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            # Raise in a callback: DDP's C++ code reads the exception of ``set_exception`` as if
-            # it were tensors, and crashes.
+            # Raise in a callback: DDP's C++ code reads the exception of ``set_exception`` as
+            # tensors, and crashes.
             self._future = ended.then(lambda _: self._outcome())
             if self._work is None:
                 ended.set_result([])
@@ -253,7 +253,7 @@ class MessageWork(dist._Work):  # type: ignore[misc]
         tensor: torch.Tensor,
         store: Callable[[], None] | None = None,
     ) -> None:
-        dist._Work.__init__(self)  # by its name: a message of 8 bytes takes 15 us
+        dist._Work.__init__(self)  # not super(): a message of 8 bytes takes only 15 us
         self._handle = handle
         self._tensor = tensor
         self._store = store
@@ -293,7 +293,7 @@ class MessageWork(dist._Work):  # type: ignore[misc]
         return [self._tensor]
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Wait for the message, and return a future that is done."""
+        """Wait for the message, and return a completed future."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         try:
             self.wait()

@@ -1,13 +1,13 @@
 """Form the world of a process group: through torch's store, or by a launcher.
 
-Every process that reaches torch's store can read and write it, so no secret goes through it. Each
+Every process that reaches torch's store can read and write it, so it never contains a secret. Each
 rank writes a hash of its host and user, and whether it has a secret. If all are processes of one
 user on one host, rank 0 listens on loopback, and they can agree on a secret through a private file.
 Otherwise all need the job's secret. A process that writes false entries can prevent the world from
 forming; it cannot join or learn a secret.
 
 Under another launcher (``rankwire run``, ``mpiexec``, ``srun``) or with ``rankwire://``, the world
-is formed first, and then a store for torch: a private file or a ``TCPStore``.
+forms first, then a store for torch: a private file or a ``TCPStore``.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _hosts_of_rank_0(store: Any) -> Iterator[str]:
 
 
 def _bind(host: str) -> runtime.Socket:
-    """Return a socket that is bound but does not listen: the backend stores the secret first."""
+    """Return a bound socket that does not listen yet: the backend stores the secret first."""
     family, kind, protocol, _, place = runtime.getaddrinfo(host, 0, type=runtime.SOCK_STREAM)[0]
     bound = runtime.Socket(family, kind, protocol)
     try:
@@ -169,9 +169,9 @@ _SCHEME = "rankwire"
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _VARIABLES = ("RANK", "WORLD_SIZE", *_ADDRESS_VARIABLES)
 
-_formed: list[TcpBackend] = []  # the world that waits for its process group, if any
-_taken: list[TcpBackend] = []  # a launcher's world, which forms once: later groups meet in it
-_secret: list[bytes] = []  # for worlds that are formed later, between hosts
+_formed: list[TcpBackend] = []  # a formed world without its process group, if any
+_taken: list[TcpBackend] = []  # a launcher's world, which forms once: later groups reuse it
+_secret: list[bytes] = []  # for worlds formed later, between hosts
 
 
 def take_formed(rank: int, size: int) -> TcpBackend | None:
@@ -183,7 +183,7 @@ def take_formed(rank: int, size: int) -> TcpBackend | None:
 
 
 def launched_secret() -> bytes | None:
-    """Return the secret that the ranks of a launcher's world agreed on inside it, if any."""
+    """Return the secret that the ranks agreed on inside a launcher's world, if any."""
     return _secret[0] if _secret else None
 
 

@@ -1,7 +1,7 @@
 """torch RPC on rankwire: ``import rankwire.torch.rpc as rpc`` instead of ``torch.distributed.rpc``.
 
-Calls, remote objects and handles with torch's names and arguments, without pickle: a worker runs
-only functions that its naming rule allows. No other part of rankwire imports this package.
+It has calls, remote objects and handles with torch's names and arguments, without pickle: a worker
+runs only functions that its naming rule allows. No other part of rankwire imports this package.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class _Collected(runtime.local):
-    future_list: list[CallFuture]  # of a thread inside ``_wait_all``; outside, there is none
+    future_list: list[CallFuture]  # only set in a thread inside ``_wait_all``
 
 
 _thread_local_var = _Collected()  # torch's name
@@ -58,7 +58,7 @@ def rpc_sync(
 ) -> Any:
     """Call a function of a worker and return its result.
 
-    Safe from any thread. Tensors are sent without a copy and may be changed when this returns.
+    Safe from any thread. Tensors are sent without a copy and may be changed after this returns.
 
     Args:
         to: The worker: a name, a rank or a ``WorkerInfo``.
@@ -69,7 +69,7 @@ def rpc_sync(
 
     Raises:
         RuntimeError: The call failed; rankwire's error is the ``__cause__``. An error that the
-            function raised has its own class, if that is Python's or the program's.
+            function raised keeps its class if that is Python's or the program's.
     """
     session, rank, limit = _addressed(to, timeout)
     return session.call(rank, *_named(session, func, args, kwargs), limit)
@@ -82,13 +82,13 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture:
-    """Start a call as ``rpc_sync`` makes it, and return its future.
+    """Start a call like ``rpc_sync``, and return its future.
 
-    Arguments may be changed when this returns.
+    Arguments may be changed after this returns.
 
     Raises:
-        RuntimeError: An argument cannot be sent, or there is no such worker. All other failures end
-            the future.
+        RuntimeError: An argument cannot be sent, or there is no such worker. The future raises all
+            other errors.
     """
     session, rank, limit = _addressed(to, timeout)
     call = session.start(rank, *_named(session, func, args, kwargs), limit)
@@ -122,7 +122,7 @@ def _named(
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Contribute an object and return those of all named workers, by name. All of them call it."""
+    """Contribute an object, and return the objects of all named workers, which all must call it."""
     session = current()
     names = tuple(sorted(worker_names or session.ranks))
     if session.me.name not in names:
@@ -213,7 +213,7 @@ class AgentView:
         return list(self._session.workers)
 
     def get_debug_info(self) -> dict[str, str]:
-        """Return statistics as texts, by torch's names."""
+        """Return statistics as text, by torch's names."""
         activity = self._session.agent.activity()
         return {
             "agent.thread_pool_size": str(self._session.object_server.threads.most),

@@ -1,13 +1,12 @@
 """Distributed autograd: gradients across calls, as in ``torch.distributed.autograd``.
 
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync("ps", forward, args=(x,)).sum()
-        autograd.backward(context_id, [loss])
+        loss = rpc.rpc_sync("ps", forward, args=(x,)).sum() autograd.backward(context_id, [loss])
         gradients = autograd.get_gradients(context_id)
 
-Calls in a context, and calls made while serving them, record which tensors went where
-(``autograd_contexts``). ``backward`` follows them back (``autograd_engine``) and adds up the
-gradients of leaves in the context, on the rank of each. All functions are safe from any thread.
+Calls in a context, and calls made while serving them, record the tensors that they send
+(``autograd_contexts``). ``backward`` follows the tensors back (``autograd_engine``) and adds up the
+gradients of leaves in the context, on each leaf's rank. All functions are safe from any thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rankwire.torch.rpc.verbs import CALL_IN_CONTEXT, register
 
 _NO_CONTEXT = -1  # torch's value
 
-_engine: Engine | None = None  # between ``init_rpc`` and ``shutdown``
+_engine: Engine | None = None  # set between ``init_rpc`` and ``shutdown``
 
 
 def attach(
@@ -48,7 +47,7 @@ def attach(
 
 
 def detach() -> None:
-    """Cancel passes and forget contexts. Safe to repeat."""
+    """Cancel passes and drop contexts. Idempotent."""
     global _engine
     if _engine is not None:
         _engine.close()
@@ -71,8 +70,8 @@ def is_available() -> bool:
 class context:
     """Record calls in this ``with`` block; its value is the id of the new context.
 
-    The context belongs to this thread and to those that serve its calls. It ends with the block, on
-    all ranks, together with its gradients.
+    The context belongs to this thread and to the threads that serve its calls. It ends with the
+    block, on all ranks, together with its gradients.
     """
 
     def __enter__(self) -> int:
@@ -86,16 +85,16 @@ class context:
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Run the backward pass from the roots through all ranks, and add gradients to the context.
 
-    Blocks until the pass ends on all ranks. Tensors that were sent and had no part in the roots get
+    Blocks until the pass ends on all ranks. Sent tensors that did not contribute to the roots get
     no gradient.
 
     Args:
-        context_id: The context's.
+        context_id: The id of the context.
         roots: Scalars with a history.
         retain_graph: Whether to keep the graph for another pass.
 
     Raises:
-        RuntimeError: There is no such context, a root is invalid, or a part of the pass failed:
+        RuntimeError: There is no such context, a root is invalid, or the pass failed on a rank:
             ``Error on Node 2: ...``.
     """
     if not isinstance(context_id, int) or not isinstance(roots, Sequence):

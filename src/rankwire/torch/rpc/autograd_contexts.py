@@ -1,15 +1,15 @@
-"""The autograd contexts of this rank, which one a thread is in, and the messages in them.
+"""The autograd contexts of this rank, each thread's current context, and messages in contexts.
 
 While a call or result is encoded, the codec's tensor hook numbers the tensors that require
-gradients (``sent``). The *seal* is the last part of the message: by then all are known, and become
+gradients (``sent``). The *seal* is the last part of the message, when all are known: they become
 the inputs of one autograd node, ``Sent``. At the receiver they are the outputs of one node,
 ``Received``. A backward pass leaves one rank and enters another at these nodes.
 
 A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
-knows the id was called in the context. It ends with its creator or that one's ``with`` block; each
-rank notifies the ranks that it called in it (``autograd_engine``).
+knows the id was called in the context. It ends with its creator or with the creator's ``with``
+block; each rank notifies the ranks that it called in it (``autograd_engine``).
 
-Locks: the table's and each context's own, both innermost; nothing is called while one is held.
+Locks: those of the table and of each context are both innermost; no callback runs under them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COUNTER_BITS = 48
 MAX_COUNT = (1 << COUNTER_BITS) - 1
 MOST_KEPT = 131_072  # for each rank; no known program makes so many calls in one step
 _NUMBERED = "numbered tensors"  # a key of a message's notes
-_REMEMBERED = 4096  # contexts that have ended
+_REMEMBERED = 4096  # ended contexts
 
 # The context of calls made here; a thread that continues a served call inherits it.
 CONTEXT: ContextVar[Context | None] = ContextVar("rankwire autograd context", default=None)
@@ -75,7 +75,7 @@ class Context:
         return self.id >> COUNTER_BITS
 
     def enlist(self, rank: int) -> bool:
-        """Notify a rank of the end later; return False if the context has already ended."""
+        """Note a rank to notify of the end; return False if the context has already ended."""
         self.peers.add(rank)
         return not self.is_released  # the ending thread sets this before it reads ``peers``
 
@@ -92,7 +92,7 @@ class Context:
             return dict(self._gradients)
 
     def accumulate(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Add the gradients of a pass. Tensors that were returned before do not change."""
+        """Add the gradients of a pass. Tensors returned earlier do not change."""
         with self._lock:
             for leaf, gradient in gradients.items():
                 known = self._gradients.get(leaf)
@@ -120,8 +120,8 @@ class Contexts:
         self.rank = rank
         self._lock = runtime.Lock()
         self._known: dict[int, Context] = {}
-        # The contexts that ended last, in order; and those that ended on one rank before they
-        # were known here.
+        # The contexts that ended last, in order; and those that ended on a rank before this rank
+        # knew them.
         self._ended: dict[int, None] = {}
         self._ended_for: dict[tuple[int, int], None] = {}
         self._lost: set[int] = set()
@@ -144,9 +144,9 @@ class Contexts:
         return context
 
     def meet(self, number: int, caller: int) -> Context | None:
-        """Return the context of a call from another rank, or raise ``OverloadedError``.
+        """Return the context of another rank's call, or raise ``OverloadedError``.
 
-        None if it has ended or a rank is lost: a late call must not bring it back.
+        Return None if it has ended or a rank is lost: a late call must not recreate it.
         """
         maker = number >> COUNTER_BITS
         with self._lock:
@@ -189,7 +189,7 @@ class Contexts:
         return context
 
     def end(self, number: int) -> Context | None:
-        """Forget a context; return it if it was known. Later calls run without it."""
+        """Drop a context; return it if it was known. Later calls run without it."""
         with self._lock:
             _remember(self._ended, number)
             context = self._known.pop(number, None)
@@ -202,12 +202,12 @@ class Contexts:
         return context
 
     def end_for(self, number: int, caller: int) -> None:
-        """Accept no more calls of a rank in an unknown context that has ended there."""
+        """Reject further calls of a rank in an unknown context that has ended there."""
         with self._lock:
             _remember(self._ended_for, (number, caller))
 
     def lose(self, rank: int) -> list[Context]:
-        """Accept no more contexts of a lost rank; return those that it created or called here."""
+        """Reject further contexts of a lost rank; return those that it created or called here."""
         with self._lock:
             self._lost.add(rank)
             found = [
@@ -255,7 +255,7 @@ class Outgoing:
     tensors: list[Tensor] = field(default_factory=list)
 
     def seal(self) -> None:
-        """Create a node for the tensors, if there are any."""
+        """Create a node for the tensors, if any."""
         HERE.outgoing = None
         if self.tensors and not self.context.is_released:
             with torch.enable_grad():  # also inside the user's no_grad
@@ -263,7 +263,7 @@ class Outgoing:
             self.context.sent[self.number] = self.peer, handle
 
     def withdraw(self) -> None:
-        """Forget the message: it is not sent."""
+        """Drop the message, which is not sent."""
         if HERE.outgoing is self:
             HERE.outgoing = None
         self.context.sent.pop(self.number, None)
@@ -271,14 +271,14 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Incoming:
-    """A decoded seal: the message's number, and how many tensors are numbered."""
+    """A decoded seal: the message's number, and the number of its tensors."""
 
     number: int
     count: int
 
 
 def sent(tensor: Tensor) -> int | None:
-    """Return the number of a tensor in the message being encoded; None outside a context."""
+    """Return a tensor's number in the message being encoded, or None outside a context."""
     outgoing = HERE.outgoing
     if outgoing is None:
         return None
@@ -287,8 +287,8 @@ def sent(tensor: Tensor) -> int | None:
 
 
 def received(tensor: Tensor, number: int, receiving: BuildContext) -> Tensor:
-    """Note a tensor that its sender numbered and nothing else uses; return the one to hand out."""
-    # No output of a node may be a view; a tensor from the codec may be one.
+    """Record a numbered tensor that nothing else uses; return the one to hand out."""
+    # An output of a node must not be a view; a tensor from the codec may be one.
     kept = tensor.data if tensor._is_view() else tensor
     receiving.notes.setdefault(_NUMBERED, {})[number] = kept
     return kept

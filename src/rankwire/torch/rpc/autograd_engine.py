@@ -1,8 +1,8 @@
 """Run backward passes over several ranks, and end contexts.
 
-The rank on which ``backward`` is called conducts the pass. First it asks rank after rank which
-messages the gradients reach (a round of calls for each hop); torch's engine skips this step, and
-hangs if a result was not used. Then all these ranks run their parts at once (``autograd_pass``).
+The rank that calls ``backward`` conducts the pass. First it asks rank after rank which messages the
+gradients reach (a round of calls for each hop); torch's engine skips this step, and hangs if a
+result was not used. Then all these ranks run their parts in parallel (``autograd_pass``).
 
 The first part that fails ends the pass on all ranks, and the error names its rank. A rank whose
 conductor is lost cancels its part. There are no second derivatives across ranks.
@@ -57,7 +57,7 @@ class Engine:
         self._unwatch = agent.backend.on_peer_lost(self._lost)
 
     def close(self) -> None:
-        """Cancel all passes, and forget all contexts."""
+        """Cancel all passes, and drop all contexts."""
         self._unwatch()
         for context in self.contexts.all():
             self._drop(context, RuntimeError("RPC was shut down during a backward pass"))
@@ -65,7 +65,7 @@ class Engine:
             self._agent.backend.clock.join(thread, _GRACE)
 
     def end(self, number: int) -> None:
-        """End a context here and on all ranks that know it from here."""
+        """End a context here and on all ranks that this rank called in it."""
         context = self.contexts.get(number)
         if context is not None:
             self._drop(context, RuntimeError(f"autograd context {number} has ended"))
@@ -90,7 +90,7 @@ class Engine:
                     context.passes.pop(number, None)
 
     def _ask_for_end(self, context: Context) -> None:
-        """Have a context's creator notify this rank of the end, in place of a lost rank."""
+        """Ask a context's creator to notify this rank of the end, in place of a lost rank."""
 
         def end_unless_adopted(asked: Future[bool]) -> None:
             if asked.cancelled() or asked.exception() is not None or not asked.result():
@@ -104,7 +104,7 @@ class Engine:
             asked.add_done_callback(end_unless_adopted)
 
     def backward(self, context: Context, roots: Sequence[Tensor], *, retain_graph: bool) -> None:
-        """Conduct a pass until it ends on all ranks; an error names the rank that failed."""
+        """Conduct a pass until it ends on all ranks; an error names the failed rank."""
         deadline = Deadline(self._time_limit() or math.inf, self._agent.backend.clock)
         number = (self.rank << COUNTER_BITS) + next(self._numbers)
         own = self._open(context, number, deadline, roots)
@@ -132,7 +132,7 @@ class Engine:
         return part
 
     def call(self, rank: int, deadline: Deadline, name: str, *args: Any) -> Future[Any]:
-        """Call a verb on another rank, as a part of a pass."""
+        """Call a verb on another rank as part of a pass."""
         called = self._agent.rpc_async(rank, name, *args, timeout=deadline.remaining())
         called.disregard()  # only the first failure of a pass is raised
         return called
@@ -147,7 +147,7 @@ class Engine:
         if context is None:
             if type(number) is not int or number.bit_length() > 64:
                 raise ValueError("the id of a context has 64 bits")
-            # The call that introduces the context may still be on its way.
+            # The call that introduces the context may still be in flight.
             self.contexts.end_for(number, src)
             return
         if src != context.maker and (context.maker == self.rank or src not in context.callers):
@@ -185,7 +185,7 @@ class Engine:
             outcome: BaseException | None = None
             try:
                 part.run(retain_graph=retain_graph)
-            except BaseException as error:  # of a user's function: passed to the caller
+            except BaseException as error:  # raised by a user's function: passed to the caller
                 outcome = error
             context.passes.pop(number, None)
             self._threads.pop(runtime.current_thread(), None)
@@ -222,7 +222,7 @@ class _Conducted:
         self._context = context
         self._number = number
         self._own = own
-        self._ranks: set[int] = set()  # the other ranks that take part
+        self._ranks: set[int] = set()  # the other ranks in the pass
         self._parts: dict[int, Future[None]] = {}
         self._lock = runtime.Lock()
         self._failure: tuple[int, BaseException] | None = None

@@ -1,16 +1,16 @@
 """One rank's part of a backward pass over several ranks.
 
 It begins at the roots and at messages whose receivers send gradients back (``Sent``), and ends at
-leaves and at received messages (``Received``). ``reach`` finds the messages that take part; then
+leaves and at received messages (``Received``). ``reach`` finds the messages in the pass; then
 torch's engine runs the part once. The engine blocks inside a node while gradients are missing, and
-must not wait for what that blocks:
+must not wait for nodes behind that one:
 
 - Messages are awaited in a chain of nodes (``Awaited``), the last sent first. The gradient of a
   message depends only on messages that this rank sent after it.
 - A waiting node runs only if no other is ready. The engine runs ready nodes by sequence number,
   highest first. Waiting nodes have 0; other nodes that have 0 are raised to 1.
 
-One thread calls ``run``, any thread ``arrive`` and ``fail``. Nothing is called under the condition.
+One thread calls ``run``, any thread ``arrive`` and ``fail``. No callback runs under the condition.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rankwire.torch.rpc.autograd_contexts import Context, Outgoing
 
 Gradients = Sequence[Tensor | None]
-# Sends the gradients of a message's tensors to its sender: ``deliver(sender, number, gradients)``.
+# ``deliver(sender, number, gradients)`` sends the gradients of a message's tensors to its sender.
 Deliver = Callable[[int, int, Gradients], Future[None] | None]
 
 _LEAF = torch._C._functions.AccumulateGrad
@@ -53,7 +53,7 @@ ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Sent(Function):  # type: ignore[misc]
-    """An autograd node whose inputs are the tensors of a message that was sent."""
+    """An autograd node whose inputs are the tensors of a sent message."""
 
     @staticmethod
     @override
@@ -95,7 +95,7 @@ Received._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward
 
 
 class Awaited(Function):  # type: ignore[misc]
-    """Blocks the nodes behind it until the gradients of a message are there."""
+    """Blocks the nodes behind it until the gradients of a message arrive."""
 
     @staticmethod
     @override
@@ -119,7 +119,7 @@ class LocalPass:
         self._roots = roots
         self._seen: set[Any] = set()
         self._leaves: list[Tensor] = []
-        self._awaited: dict[int, Tensor] = {}  # messages that take part, with their node's output
+        self._awaited: dict[int, Tensor] = {}  # messages in the pass, with their node's output
         self._deliveries: list[Future[None]] = []
         self._changed = SafeCondition()
         self._arrived: dict[int, Gradients] = {}
@@ -195,7 +195,7 @@ class LocalPass:
         return chain
 
     def await_gradients(self, number: int) -> None:
-        """Wait until the gradients of a message are there; raise if the pass has failed."""
+        """Wait until the gradients of a message arrive; raise if the pass has failed."""
         with self._changed:
             while number not in self._arrived and self._failure is None:
                 self._changed.wait()
@@ -203,7 +203,7 @@ class LocalPass:
                 raise self._failure
 
     def gradients_of(self, number: int) -> Gradients:
-        """Return the gradients of a message that was waited for."""
+        """Return the gradients of an awaited message."""
         return self._arrived.pop(number)
 
     def leave(self, peer: int, number: int, gradients: Gradients) -> None:
@@ -213,7 +213,7 @@ class LocalPass:
             self._deliveries.append(delivery)
 
     def arrive(self, number: int, gradients: Gradients) -> None:
-        """Store gradients that have arrived for a message; raise if none are awaited."""
+        """Store the gradients that arrived for a message; raise if none are awaited."""
         with self._changed:
             if number not in self._unanswered:
                 raise RuntimeError(f"no gradients are awaited for message {number}")
@@ -230,7 +230,7 @@ class LocalPass:
 
 
 def _unshared(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Copy gradients that share memory with each other or in themselves, as those of ``a + b``."""
+    """Copy gradients that share memory with another or within themselves, as in ``a + b``."""
     places = Counter(_memory(gradient).data_ptr() for gradient in gradients.values())
     return {
         leaf: gradient.clone()

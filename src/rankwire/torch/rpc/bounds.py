@@ -27,8 +27,8 @@ class ResultLimits:
     elements = 1 << 27  # of a result: 1 GiB of float64, which fits in a message
     work = 1 << 38  # multiplications of a matrix product: at most minutes of one core
     pieces = 1 << 16  # of a result that is a list; each needs the interpreter
-    allocation = 1 << 15  # the least number of elements that one of a layer counts for
-    bits = 1 << 16  # of an int that a Python operator gets
+    allocation = 1 << 15  # the least number of elements that an allocation of a layer counts for
+    bits = 1 << 16  # of an int passed to a Python operator
 
 
 # Not float8: hardly any function supports it.
@@ -121,7 +121,7 @@ def _broadcast_size(shapes: Iterable[Sequence[int]]) -> int:
 
 
 def broadcast(args: Args, kwargs: Kwargs, *, sparse: bool = False) -> None:
-    """Check a function whose result is no larger than what its tensors broadcast to."""
+    """Check a function whose result is no larger than its tensors' broadcast shape."""
     tensors = tensors_in(args, kwargs, sparse=sparse)
     if len(tensors) > 1:
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
@@ -175,7 +175,7 @@ def _size(extents: Iterable[Any]) -> int:
 
 
 def sized(args: Args, kwargs: Kwargs) -> None:
-    """Check a function that creates a tensor of the size that its ints and lists of ints give."""
+    """Check a function that creates a tensor whose size is given by ints and lists of ints."""
     tensors_in(args, kwargs)
     check_elements(_size((*args, *kwargs.values())))
 

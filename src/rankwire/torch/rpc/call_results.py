@@ -1,10 +1,10 @@
 """Futures and errors of calls, as torch programs expect them, and the thread that reads replies.
 
-A remote error has its own class if the naming rule allows that; every other failure is a
+A remote error keeps its class if the naming rule allows that; every other failure is a
 ``RuntimeError`` with torch's wording. rankwire's error is the ``__cause__``.
 
-None of our frames in the traceback of an error may hold its future: the cycle through C++ would
-never be collected, and keep the caller's locals alive.
+None of our frames in the traceback of an error may reference its future: the cycle through C++
+would never be collected, and would keep the caller's locals alive.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _NOT_RAISED = frozenset(("StopIteration", "StopAsyncIteration", "GeneratorExit"))
 
 _MOMENT = 0.0002  # seconds
-_MOST_MOMENTS = 10  # then it looks, even while calls are being made
-_FEW_ASIDE = 64  # above this, calls that have ended are dropped now and then
+_MOST_MOMENTS = 10  # after which it looks, even while calls are being made
+_FEW_ASIDE = 64  # above this, ended calls are dropped occasionally
 
 
 class UnsendableError(RuntimeError, TypeError):
@@ -40,7 +40,7 @@ class UnsendableError(RuntimeError, TypeError):
 
 
 def translated(error: Exception, session: Session, rank: int, limit: float) -> Exception:
-    """Return the error that a torch program gets in place of rankwire's."""
+    """Return torch's error for one of rankwire."""
     if isinstance(error, RemoteError):
         made = _remade(error, session, rank)
     elif isinstance(error, DeadlineExceededError):
@@ -95,7 +95,7 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
         self._session = session
         self._rank = rank
         self._limit = limit
-        self._unfinished = [True]  # the thread that pops it ends this future
+        self._unfinished = [True]  # the thread that pops it completes this future
         call.when_ended(self._finish)
         session.watcher.watch(call)
 
@@ -154,13 +154,13 @@ class CallFuture(torch.futures.Future[Any]):  # type: ignore[misc]
 
 
 class ReplyWatcher:
-    """Has replies read for futures that a thread waits for in C++ (``torch.futures.wait_all``).
+    """Reads replies for futures that a thread awaits in C++ (``torch.futures.wait_all``).
 
-    To read every reply at once would compete with callers that read for themselves. So a thread
-    waits for a pause between calls, and has the missing replies read. Calls to a rank whose replies
-    a thread reads in Python are put aside until it stops.
+    Reading every reply at once would compete with callers that read their own. So its thread waits
+    for a pause between calls, then reads the missing replies. It puts calls to a rank aside while
+    another thread reads that rank's replies in Python.
 
-    Safe from any thread. Nothing is called while ``_lock`` is held.
+    Safe from any thread. No callback runs under ``_lock``.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -168,15 +168,15 @@ class ReplyWatcher:
         # None makes the thread check the calls put aside, and whether it is closed.
         self._calls: runtime.SimpleQueue[RpcFuture[Any] | None] = runtime.SimpleQueue()
         self._lock = runtime.Lock()
-        self._readers: dict[int, int] = {}  # by thread, the rank whose replies it reads
+        self._readers: dict[int, int] = {}  # the rank whose replies each thread reads
         self._aside: dict[int, list[RpcFuture[Any]]] = {}  # by rank
-        self._most_aside: dict[int, int] = {}  # by rank; then ended ones are dropped
+        self._most_aside: dict[int, int] = {}  # by rank; above it, ended calls are dropped
         self._is_closed = False
         self._start_lock = runtime.Lock()
         self._thread: runtime.Thread | None = None
 
     def watch(self, call: RpcFuture[Any]) -> None:
-        """Have the reply of a call read soon, unless a thread has read it by then."""
+        """Read the reply of a call soon, unless a thread has read it by then."""
         if self._thread is None:
             self._start()
         self._calls.put(call)
@@ -187,7 +187,7 @@ class ReplyWatcher:
             self._readers[runtime.get_ident()] = rank
 
     def end_reading(self) -> None:
-        """Note that this thread has stopped reading. Safe to repeat."""
+        """Note that this thread has stopped reading. Idempotent."""
         with self._lock:
             rank = self._readers.pop(runtime.get_ident(), None)
             is_left = rank in self._aside and rank not in self._readers.values()
@@ -212,7 +212,7 @@ class ReplyWatcher:
             self._look([self._calls.get()])
 
     def _look(self, calls: list[RpcFuture[Any] | None]) -> None:
-        """Look at calls and at those made after them. It must not keep a call when it returns."""
+        """Look at these calls and at later ones. It must not keep a call when it returns."""
         self._wait_for_a_pause()
         with suppress(runtime.Empty):
             while True:

@@ -1,6 +1,6 @@
 """Decorators for functions that other ranks call: ``exposed`` and ``async_execution``.
 
-The server replies to a function that returns a ``concurrent.futures.Future`` when that is done.
+If a function returns a ``concurrent.futures.Future``, the server replies when that is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def exposed(target: T) -> T:
 
     With ``init_rpc(..., allow="decorated")`` they can call nothing else of the program. A class is
     exposed with its public methods. Place it above other decorators, but below ``@staticmethod``
-    and ``@classmethod``. Raises ``ConfigurationError`` for anything else.
+    and ``@classmethod``. Raises ``ConfigurationError`` for other objects.
     """
     if not isinstance(target, types.FunctionType | type):
         raise ConfigurationError(f"only a function or a class can be exposed, not {target!r}")
@@ -47,7 +47,8 @@ def is_exposed(target: object) -> bool:
 def async_execution(fn: F) -> F:
     """Let callers get the result of the ``torch.futures.Future`` that a function returns.
 
-    A decorator, below ``@staticmethod`` and ``@classmethod``. The thread is free at once.
+    A decorator, below ``@staticmethod`` and ``@classmethod``. The worker thread does not wait for
+    the future.
     """
 
     @functools.wraps(fn)
@@ -64,10 +65,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def answer_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what the server runs in place of an async function.
+    """Return the wrapper that the server runs for an async function.
 
-    It is the same for every call, as the server learns whether it is slow; but for a bound method
-    it is a new one, so that its object is not kept alive.
+    Each function has one wrapper, because the server learns whether it is slow. A bound method gets
+    a new one each time, so that its object is not kept alive.
     """
     return _lasting(function) if isinstance(function, FunctionType) else _answering(function)
 
@@ -98,7 +99,7 @@ def _reply_of(promise: Any) -> Future[Any]:
 
 
 def settle(future: Future[Any], outcome: Callable[[], Any]) -> None:
-    """End a future, unless it was cancelled, with what a function returns or raises."""
+    """Complete a future with a function's result or error, unless it was cancelled."""
     with suppress(InvalidStateError):
         try:
             value = outcome()

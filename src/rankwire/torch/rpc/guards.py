@@ -3,8 +3,8 @@
 Sharing an object does not share all that its class can do: an array can write a file. A method may
 be called if the naming rule opens the class that defines it, or if it is in a table here, which
 follows the rule of ``listed_functions`` (not with ``allow="decorated"``). The name is looked up in
-the class, so that nothing that was stored in the object is called. In worlds with pickle every
-method may be called, as with torch.
+the class, so that nothing stored in the object is called. In worlds with pickle every method may be
+called, as with torch.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ _OF_CONTAINERS: dict[type, dict[Check, tuple[str, ...]]] = {
         ),
     },
 }
-# In addition to the methods of the same names as functions in torch's table. None that changes
-# sizes or memory of a tensor (resize_, set_, t_, a sparse add_): another thread may be reading it.
-# Not indices(), by which others could write into the indices of a sparse tensor.
+# In addition to the methods with names of functions in torch's table. None that changes a tensor's
+# size or memory (resize_, set_, t_, a sparse add_): another thread may be reading it. Not
+# indices(), by which other ranks could write to the indices of a sparse tensor.
 _OF_TENSORS: dict[Check, tuple[str, ...]] = {
     bounds.broadcast_sparse: ("clone", "coalesce", "detach", "dim", "is_coalesced", "size", "sum"),
     bounds.dense: ("to_dense",),
@@ -165,7 +165,7 @@ def _defined(cls: type, name: str) -> tuple[type, Any]:
 def _is_defined_by(rule: NamingRule, owner: type, name: str, raw: Any) -> bool:
     """Return whether a class defines a method, and not only its name for another function.
 
-    The function may also be of another open module: decorated, or of the same package.
+    The function may also come from another open module: decorated, or of the same package.
     """
     plain = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     if isinstance(plain, types.FunctionType):

@@ -2,7 +2,7 @@
 
 torch's distributed autograd, optimizer and remote modules work on torch's RPC only, so ``init_rpc``
 replaces them until ``shutdown``. ``install`` replaces all of RPC for libraries that import torch's,
-but not what was imported before (``from torch.distributed.rpc import rpc_sync``).
+but not names imported before (``from torch.distributed.rpc import rpc_sync``).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def init_rpc(
     allow: Iterable[Any] | str | None = None,
     pickle: bool | None = None,
 ) -> None:
-    """Join the workers and start serving their calls. All ranks call it.
+    """Join the workers and start serving their calls. All ranks must call it.
 
     Args:
         name: This worker's unique name.
@@ -81,9 +81,9 @@ def init_rpc(
         world_size: From the launcher if not given.
         rpc_backend_options: Timeouts, threads and where the ranks meet.
         allow: What other workers may call besides functions in the program's own files: modules,
-            functions or classes. ``"decorated"`` allows only what is ``@exposed``.
-        pickle: Whether to send and accept pickles of values that have no other encoding. Then every
-            worker can run code on this one. It must be the same on all ranks.
+            functions or classes. ``"decorated"`` allows only ``@exposed`` functions and classes.
+        pickle: Whether to send and accept pickles of values that have no other encoding. If so,
+            every worker can run code on this one. It must be the same on all ranks.
 
     Raises:
         RuntimeError: RPC is already initialized, the world did not form, a name is not unique, or
@@ -219,7 +219,7 @@ def is_available() -> bool:
 _MISSING = object()
 
 Names = Mapping[str, Mapping[str, Any]]  # the new values, by module and name
-# The module, the name, and the value that was replaced.
+# The module, the name, and the replaced value.
 Replaced = list[tuple[ModuleType, str, Any]]
 
 _replaced: Replaced = []
@@ -233,7 +233,7 @@ def put_in_place(names: Names) -> None:
 
 
 def put_back() -> None:
-    """Restore torch's names. Safe to repeat."""
+    """Restore torch's names. Idempotent."""
     _restore(_replaced)
 
 

@@ -6,11 +6,12 @@ With any arguments that pass the check in its row (``bounds``), a listed functio
 - returns a value that depends only on its arguments and torch's random state: no uninitialized or
   foreign memory, no address, no files or settings;
 - creates no more elements than ``bounds.ResultLimits``, in time proportional to the elements and
-  multiplications; if it is Python's, and so holds the interpreter, proportional to its arguments.
+  multiplications. A Python function, which holds the interpreter, takes time proportional to its
+  arguments.
 
-``test_rpc_hostile_arguments.py`` applies this to every row; torch promises none of it. So run that
-test in its nightly size (``TESTS_NIGHTLY=1``) when you add a row, and add only functions that
-programs call by name: a function of the program can call everything else.
+torch promises none of this; ``test_rpc_hostile_arguments.py`` tests every row. When you add a row,
+run that test in its nightly size (``TESTS_NIGHTLY=1``). Add only functions that programs call by
+name: a function of the program can call everything else.
 
 More layers can be run than created. A layer is created on zeroed, counted memory, so that
 ``torch.empty`` in a constructor shows nothing. Safe from any thread.
@@ -48,8 +49,8 @@ _OF_TORCH: dict[Check, tuple[str, ...]] = {
     bounds.multiplied: ("bmm", "dot", "matmul", "mm", "mv"),
     bounds.sized: ("ones", "rand", "randn", "zeros"),
 }
-# Not pow, <<, range and bytes, whose results can be large; nor sum, which may add a long int as
-# often as there are others.
+# Not pow, <<, range and bytes, whose results can be large; nor sum, which may add a long int
+# repeatedly.
 _OF_BUILTINS: dict[Check, tuple[str, ...]] = {
     bounds.plain: ("bool", "float", "int", "len", "max", "min"),
     bounds.numbers: ("abs",),
@@ -89,7 +90,7 @@ _CHECKS = {
 
 
 def check_of(function: Any) -> Check | None:
-    """Return the check of a function in the table, else None."""
+    """Return the check of a function in the table, or None."""
     return _CHECKS.get(id(function))  # by id: no metaclass runs
 
 
@@ -139,7 +140,7 @@ _UNINITIALIZED = (torch.empty, torch.empty_like, torch.empty_permuted, torch.emp
 _ALLOCATING = frozenset((*_UNINITIALIZED, torch.full, torch.ones, torch.zeros))
 
 
-# The classes that can be created, by the names under which they travel.
+# The layers that can be created, by the names under which they travel.
 LAYERS: dict[str, type] = {
     f"{layer.__module__}:{layer.__name__}": layer
     for names in _MADE.values()
@@ -175,7 +176,7 @@ def make_layer(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_run(module: Any, args: Args, kwargs: Kwargs) -> None:
-    """Raise if the arguments with which another rank runs a layer or container are not accepted."""
+    """Raise if another rank may not run a layer or container with these arguments."""
     if kwargs or not args or not isinstance(args[0], torch.Tensor):
         raise TypeError("a layer takes a tensor, and no named arguments, from another rank")
     given = bounds.tensors_in(args, {})

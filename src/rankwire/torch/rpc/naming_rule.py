@@ -5,17 +5,17 @@ torch sends functions as pickles, and a pickle can name anything. Here a functio
 
 1. Only modules that are already imported are searched.
 2. The module is ``__main__``, in the same package, a file beside it, or allowed by name. With
-   ``allow="decorated"`` only what is exposed is found, in any module.
+  ``allow="decorated"`` only exposed functions and classes are found, in any module.
 3. Each further step goes through a class that was defined there. The target's own ``__module__``
-   and ``__qualname__`` must match, so imports and aliases are not found.
+  and ``__qualname__`` must match, so imports and aliases are not found.
 4. No name on the way begins with an underscore, unless the function is exposed or allowed.
 5. Creating an object runs only constructors of the program, not an inherited one of a library such
-   as ``subprocess.Popen``.
+  as ``subprocess.Popen``.
 6. Some functions and layers of torch and Python (``listed_functions``) are found as well, but not
-   with ``allow="decorated"``.
+  with ``allow="decorated"``.
 
 Names are looked up in the dictionaries of modules and classes, never by ``getattr``, so that no
-property, module ``__getattr__`` or metaclass runs. Pure, and safe from any thread.
+property, module ``__getattr__`` or metaclass runs. Safe from any thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _IDLE_NEW = (dict, list, set)
 
 
 class NameRefusedError(RankwireError, PermissionError):
-    """A name that other ranks cannot reach, or an object that has no name."""
+    """Other ranks cannot reach a name, or an object has no name."""
 
 
 class _Step(NamedTuple):
@@ -79,10 +79,10 @@ class NamingRule:
     """Finds the target of a name, or refuses it.
 
     Args:
-        allow: Modules, including those in them; ``module:qualname`` for one function; functions or
+        allow: Modules, with their submodules; ``module:qualname`` for one function; functions or
             classes; or ``"decorated"``.
-        anything: Whether everything that is imported is found: for worlds with pickle, where every
-            rank can run any code anyway.
+        anything: Whether every imported object is found: for worlds with pickle, where every rank
+            can run any code anyway.
     """
 
     def __init__(self, allow: Iterable[Any] | str = (), *, anything: bool = False) -> None:
@@ -96,7 +96,7 @@ class NamingRule:
         self._known: dict[str, _Known] = {}
 
     def find(self, name: str) -> Any:
-        """Return the function or class that a name means, or raise ``NameRefusedError``."""
+        """Return a name's function or class, or raise ``NameRefusedError``."""
         known = self._known.get(name)
         if known is not None and all(place.get(key) is found for place, key, found in known.steps):
             return known.target
@@ -118,7 +118,7 @@ class NamingRule:
         return f"{module}:{cls.__qualname__}" in self._single or self._is_open(module)
 
     def allows_module(self, name: str | None) -> bool:
-        """Return whether others can reach what a module defines, exposed or not."""
+        """Return whether other ranks can reach what a module defines, exposed or not."""
         return self._is_open(_canonical(name))
 
     def _look_up(self, name: str) -> _Known:
@@ -306,7 +306,7 @@ def _parts(name: str) -> tuple[str, list[str]]:
 
 
 def member_of(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[type | None, Any]:
-    """Return the class that defines a key, if it is looked up in a class, and its value there."""
+    """Return the class that defines a key, or None in a module, and the key's value."""
     if owner is None:
         return None, place.get(key)
     for cls in type.__dict__["__mro__"].__get__(owner):
@@ -317,7 +317,7 @@ def member_of(place: Mapping[str, Any], owner: type | None, key: str) -> tuple[t
 
 
 def _unwrapped(raw: Any, owner: type | None) -> Any:
-    """Return what attribute access on the class would give, without running code."""
+    """Return the result of attribute access on the class, without running code."""
     if isinstance(raw, staticmethod):
         return raw.__func__
     if isinstance(raw, classmethod) and owner is not None:
@@ -356,7 +356,7 @@ def _is_of_program(module_name: str) -> bool:
 
 
 def _folder(module: types.ModuleType | None) -> Path | None:
-    """Return the folder of a module's file, unless installed modules are in it too."""
+    """Return the folder of a module's file, unless it also contains installed modules."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
         return None

@@ -2,11 +2,12 @@
 
 The owner creates objects, returns their values and calls their methods (``ObjectServer``). A
 request for an object that is still being created does not occupy a worker: its value is a deferred
-reply, and a thread of this module runs its methods once it is ready.
+reply, and a thread of this module runs its methods when it is ready.
 
-A holder notifies the owner of handles that it has passed on or released (``HandleUpdates``). As one
-may become garbage in any thread at any moment, its update goes into a queue. A thread sends them to
-each owner, one message at a time and in order, on which the owner relies; it waits for no owner.
+A holder notifies the owner of handles that it passed on or released (``HandleUpdates``). A handle
+may become garbage in any thread at any moment, so its update goes into a queue. A thread sends the
+updates to each owner, one message at a time and in order, on which the owner relies. It waits for
+no owner.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ObjectServer:
         return self._once_ready(owned, lambda: self._method(owned, method)(*args, **kwargs))
 
     def check(self, creator: int, number: int, key: int, method: str) -> Any:
-        """Raise the error that calling a method would, if it cannot be called."""
+        """Raise the error of calling a method, if it cannot be called."""
         owned = self._find(creator, number, key)
 
         def find() -> None:
@@ -175,11 +176,11 @@ class ObjectServer:
             self._owned.abandon(owned)
 
     def _once_ready(self, owned: OwnedObject, do: Callable[[], Any]) -> Any:
-        """Do something with an object: at once if it is ready, else later on another thread."""
+        """Use an object: at once if it is ready, else later on another thread."""
         if owned.is_ready:
             return do()
         done: Future[Any] = Future()
-        context = copy_context()  # its calls belong to the call that is served
+        context = copy_context()  # its calls belong to the served call
 
         def run(_: object) -> None:
             try:
@@ -192,7 +193,7 @@ class ObjectServer:
 
 
 class MethodThreads:
-    """Threads for methods of objects that were still being created. They end when idle."""
+    """Threads for methods of objects that are still being created. They end when idle."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -213,7 +214,7 @@ class MethodThreads:
         runtime.Thread(target=self._run, name="rankwire methods", daemon=True).start()
 
     def close(self) -> None:
-        """Fail the methods that have not begun, and those that come later."""
+        """Fail the methods that have not begun, and later ones."""
         with self._lock:
             self._closed = True
             dropped = list(self._waiting)
@@ -323,11 +324,11 @@ class HandleUpdates:
             self._queue.put((owner, (_RELEASED, *id, giver, sent_back)))
 
     def passed_on(self, owner: int, id: ObjectId, rank: int, count: int = 1) -> None:
-        """Queue that a handle was sent to a third rank; a count of -1 takes that back."""
+        """Queue that a handle was sent to a third rank; a count of -1 undoes that."""
         self._queue.put((owner, (_PASSED_ON, *id, rank, count)))
 
     def watch_making(self, owner: int, id: ObjectId, creation: RpcFuture[Any]) -> None:
-        """Notify the owner, where ranks may wait for an object, if its creation does not begin."""
+        """Notify the owner if an object's creation does not begin, so that no rank waits for it."""
         creation.when_ended(partial(self._making_ended, owner, id, [True]))
 
     def _making_ended(
@@ -336,7 +337,7 @@ class HandleUpdates:
         if isinstance(creation.failure, _GONE):
             creation.disregard()
         elif isinstance(creation.failure, _REFUSALS):
-            with suppress(IndexError):  # already told
+            with suppress(IndexError):  # the owner was already notified
                 untold.pop()
                 self._queue.put((owner, (_NOT_MADE, *id, 0, 0)))
 

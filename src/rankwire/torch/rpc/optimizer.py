@@ -1,7 +1,7 @@
 """DistributedOptimizer: an optimizer on each rank that has parameters, stepped together.
 
-Each rank steps an optimizer of its own parameters with the gradients that a distributed autograd
-context has there; no parameter or gradient is sent.
+Each rank steps an optimizer of its own parameters with the gradients in its part of a distributed
+autograd context. No parameter or gradient is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_TORCH = {
 
 
 class DistributedOptimizer:
-    """Optimizes parameters where they are. Safe from any thread; steps of one rank take turns.
+    """Optimizes parameters on their ranks. Safe from any thread; each rank does one step at a time.
 
     Args:
         optimizer_class: A class of torch or of the program.

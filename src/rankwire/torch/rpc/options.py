@@ -1,4 +1,4 @@
-"""Options of RPC and their defaults, under torch's names. There is one backend, on the CPU."""
+"""Options of RPC and their defaults, under torch's names."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 class BackendType(Enum):
-    """The backends that ``init_rpc`` accepts; both names mean the same one."""
+    """The backends that ``init_rpc`` accepts; both names select the same one."""
 
     TENSORPIPE = "TENSORPIPE"
     RANKWIRE = "RANKWIRE"

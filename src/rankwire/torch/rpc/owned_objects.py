@@ -1,22 +1,22 @@
 """Objects that this rank keeps because other ranks have handles of them.
 
-Handles are counted by giver and holder; when no rank holds an object, it is forgotten here. What a
-lost rank held is released: the failure detector is the lease, without timers. A rank can only count
-handles that it gave or was given, and only if it knows the object's key.
+Handles are counted by giver and holder; an object that no rank holds is dropped here. A lost rank's
+handles are released when the failure detector reports the loss, without timers. A rank can only
+count handles that it gave or was given, and only if it knows the object's key.
 
-Updates of handles travel by several ways and may arrive out of order:
+Updates of handles travel on several connections and may arrive out of order:
 
 - A rank that passes a handle on notifies the owner before its own release, but the receiver's
-  update may arrive first. So counts may be below zero for a moment, and an object is forgotten
-  only when all are zero.
-- A handle that is sent back to the owner may still be on its way when its sender has released it.
-  So a release says how many were sent back, and the object is kept until these arrive.
+  update may arrive first. So counts may be below zero for a moment, and an object is dropped only
+  when all are zero.
+- A handle that is sent back to the owner may still be in flight when its sender releases it. So a
+  release says how many were sent back, and the object is kept until these arrive.
 - A handle may be used before the call that creates its object arrives. Then the object is
   *expected*, and calls wait for it. It may never be created, so each rank may have
   ``MOST_EXPECTED`` such objects and waiting calls here.
 
-Lock: ``OwnedObjects._lock`` guards the table and all counts; only that of ``Claims``, a leaf, is
-taken while it is held.
+``OwnedObjects._lock`` guards the table and all counts. Under it, only the lock of ``Claims`` is
+taken, which is a leaf.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rankwire import runtime
 from rankwire.errors import ConfigurationError, OverloadedError
 
 # For each rank. A rank has at most 1,024 calls to another one in flight, so an honest one reaches
-# this with handles of 16 ranks whose calls are all still on their way.
+# this only with handles of 16 ranks whose calls are all in flight.
 MOST_EXPECTED = 16_384
 
 _NEVER_MADE = (
@@ -66,17 +66,17 @@ class OwnedObject:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a call waits until it is ready."""
+        """Whether a call is waiting until it is ready."""
         return not all(waiter.cancelled() for waiter in self._waiters)
 
     def get(self) -> Any:
-        """Return its value or raise its error; only once it is ready."""
+        """Return its value or raise its error; only when it is ready."""
         if self.error is not None:
             raise self.error
         return self.value
 
     def resolve(self, value: Any, error: BaseException | None = None) -> None:
-        """Set its value or error, and wake the calls that wait for it."""
+        """Set its value or error, and wake the waiting calls."""
         self.value, self.error = value, error
         self.is_expected = False
         self.is_ready = True
@@ -117,7 +117,7 @@ class Claims:
         self._lost: set[int] = set()
 
     def charge(self, rank: int) -> None:
-        """Count one more, or raise ``OverloadedError``."""
+        """Increment a rank's count, or raise ``OverloadedError``."""
         with self._lock:
             if rank != self._own_rank and self._counts[rank] >= MOST_EXPECTED:
                 raise OverloadedError(
@@ -127,13 +127,13 @@ class Claims:
             self._counts[rank] += 1
 
     def discharge(self, rank: int) -> None:
-        """Count one less."""
+        """Decrement a rank's count."""
         with self._lock:
             if rank not in self._lost:
                 self._counts[rank] -= 1
 
     def lose(self, rank: int) -> None:
-        """Forget the count of a lost rank."""
+        """Drop the count of a lost rank."""
         with self._lock:
             self._lost.add(rank)
             del self._counts[rank]
@@ -152,7 +152,7 @@ class OwnedObjects:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = runtime.Lock()
-        # Both by creator and number. ``_own`` has those of this rank's own handles.
+        # Both by creator and number. ``_own`` has the objects of this rank's own handles.
         self._objects: dict[_Place, OwnedObject] = {}
         self._own: WeakValueDictionary[_Place, OwnedObject] = WeakValueDictionary()
         self._expected: dict[ObjectId, OwnedObject] = {}  # by the whole id
@@ -184,7 +184,7 @@ class OwnedObjects:
             return owned
 
     def keep_own(self, owned: OwnedObject) -> None:
-        """Keep an object findable as long as this rank's own handle exists."""
+        """Keep an object findable while this rank's own handle exists."""
         with self._lock:
             self._own[owned.id[:2]] = owned
 
@@ -196,7 +196,7 @@ class OwnedObjects:
                 self._tidy(owned)
 
     def pass_on(self, id: ObjectId, giver: int, rank: int, count: int) -> None:
-        """Count handles that a holder has given to another rank, or (-1) has not after all."""
+        """Count handles that a holder gave to another rank; a count of -1 undoes that."""
         with self._lock:
             owned = None if rank in self._lost else self._expect(id, giver)
             if owned is not None:
@@ -204,14 +204,14 @@ class OwnedObjects:
                 self._tidy(owned)
 
     def release(self, id: ObjectId, rank: int, giver: int, sent_back: int = 0) -> None:
-        """Count a handle that a rank has released, and how often it was sent back before."""
+        """Count a handle that a rank released, and how often it was sent back before."""
         with self._lock:
             if rank in self._lost:
                 return
             owned = self._find(id, rank)
             if owned is not None and giver in self._lost and owned.held[giver, rank] <= 0:
-                return  # the lost giver's update will not come
-            # The call that creates it, or its giver's update, may still be on its way.
+                return  # the lost giver's update will not arrive
+            # The call that creates it, or its giver's update, may still be in flight.
             is_untold = giver != self._rank and giver not in self._lost
             if owned is None and (rank == id.creator or is_untold):
                 owned = self._expect(id, rank)
@@ -221,7 +221,7 @@ class OwnedObjects:
                 self._tidy(owned)
 
     def came_back(self, id: ObjectId, rank: int) -> OwnedObject:
-        """Return the object of a handle that a rank has sent back."""
+        """Return the object of a handle that a rank sent back."""
         with self._lock:
             owned = self._expect(id, rank)
             if owned is None:
@@ -231,7 +231,7 @@ class OwnedObjects:
             return owned
 
     def lose(self, rank: int, error: BaseException) -> None:
-        """Release all that a lost rank held, and forget what it was going to report or create."""
+        """Release a lost rank's handles, and stop expecting its updates and objects."""
         with self._lock:
             self._lost[rank] = error
             for owned in [*self._objects.values(), *self._expected.values()]:
@@ -262,24 +262,24 @@ class OwnedObjects:
         self.tidy(owned)
 
     def abandon(self, owned: OwnedObject) -> None:
-        """Forget an object that a call waited for in vain, if no other rank knows of it."""
+        """Drop an object for which a call waited in vain, if no other rank knows of it."""
         with self._lock:
             if owned.is_expected and not owned.held and not owned.is_waited_for:
                 self._stop_expecting(owned)
 
     def tidy(self, owned: OwnedObject) -> None:
-        """Forget a finished object if no rank holds it."""
+        """Drop a finished object if no rank holds it."""
         with self._lock:
             self._tidy(owned)
 
     def clear(self) -> None:
-        """Forget all objects."""
+        """Drop all objects."""
         with self._lock:
             self._objects.clear()
             self._expected.clear()
 
     def count(self) -> tuple[int, int]:
-        """Return how many objects others hold, and how many handles they have of them."""
+        """Return the numbers of objects that others hold, and of their handles."""
         with self._lock:
             found = [*self._objects.values(), *self._expected.values()]
             return len(found), sum(sum(owned.held.values()) for owned in found)

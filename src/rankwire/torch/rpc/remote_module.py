@@ -1,7 +1,7 @@
 """RemoteModule: a module on another rank that runs like a local one.
 
 It replaces ``torch.distributed.nn.RemoteModule``, on CPUs and without TorchScript. It calls the
-module by a handle (``rref``), so distributed autograd and the rules for methods apply.
+module through a handle (``rref``), so distributed autograd and the rules for methods apply.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankwire.torch.rpc.rref import RRef
 from rankwire.torch.rpc.session import current
 
 _CPU = "cpu"
-# What torch's class refuses, and newer methods of that kind: there are no local parameters.
+# The methods that torch's class refuses, and newer ones: there are no local parameters.
 _REFUSED = (
     *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double"),
     *("extra_repr", "float", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers"),
@@ -35,7 +35,7 @@ _REFUSED = (
 class RemoteModule(nn.Module):  # type: ignore[misc]
     """A module that is created and run on another worker. Safe from any thread.
 
-    As an argument or result of a call it travels as a handle of the same module.
+    As an argument or result of a call, it is sent as a handle of the same module.
 
     Args:
         remote_device: The worker: ``"worker1"``, ``"worker1/cpu"`` or ``"rank:1/cpu"``.
@@ -45,7 +45,7 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
         kwargs: Keyword arguments for it.
 
     Attributes:
-        on: The worker as given; by name if the module came from another rank.
+        on: The worker as given, or its name if the module came from another rank.
         module_rref: The handle of the module.
 
     Raises:
@@ -82,7 +82,7 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
     @staticmethod
     @exposed
     def init_from_module_rref(remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
-        """Return a ``RemoteModule`` for a module that exists already.
+        """Return a ``RemoteModule`` for an existing module.
 
         As with torch, the module need not be on ``remote_device``.
         """
@@ -160,12 +160,12 @@ def _worker_of(remote_device: str) -> str | int:
 
 
 def take_remote_module(module: RemoteModule, sending: TakeContext) -> list[Any]:
-    """Return what travels in place of a ``RemoteModule``: its handle and device."""
+    """Return a ``RemoteModule`` in encoded form: its handle and device."""
     return [module.module_rref, module.device]
 
 
 def build_remote_module(parts: Any, receiving: BuildContext) -> RemoteModule:
-    """Return the ``RemoteModule`` that another rank has sent."""
+    """Return the ``RemoteModule`` that another rank sent."""
     match parts:
         case [RRef() as module_rref, "cpu"]:
             return RemoteModule._of(module_rref.owner_name(), module_rref)

@@ -1,6 +1,6 @@
 """RRef: a handle of an object on some rank.
 
-The owner counts the handles of other ranks (``owned_objects``). Its own have the object itself.
+The owner counts the handles of other ranks (``owned_objects``); its own handles have the object.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class RRef(Generic[T]):
     """A handle of an object, which stays on its owner. Safe from any thread.
 
-    A handle made from a value has this rank as its owner. ``remote`` returns handles of objects
-    elsewhere. Handles may be arguments and results of calls. ``type_hint`` is not used.
+    A handle created from a value has this rank as its owner; ``remote`` returns handles of objects
+    on other ranks. Handles may be arguments and results of calls. ``type_hint`` is not used.
     """
 
     _is_counted = False
@@ -87,7 +87,7 @@ class RRef(Generic[T]):
             self._session.updates.released(self._owner, self._id, self._giver, self._sent_back)
 
     def is_owner(self) -> bool:
-        """Whether the object is on this worker."""
+        """Return whether the object is on this worker."""
         return self._owned is not None
 
     def owner(self) -> WorkerInfo:
@@ -99,13 +99,13 @@ class RRef(Generic[T]):
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to have the object, or to be creating it."""
+        """Return whether the owner is known to have the object, or to be creating it."""
         return self._creation is None or (
             self._creation.done() and self._creation.exception() is None
         )
 
     def local_value(self) -> T:
-        """Return the object itself once it is created; only its owner has it."""
+        """Wait until the object is created and return it; only its owner can."""
         if self._owned is None:
             raise RuntimeError(
                 f"For UserRRef(rref_id={_unique(self._id)}, fork_id={_unique(self._fork)}), can't "
@@ -243,7 +243,7 @@ def remote(
 ) -> RRef[Any]:
     """Run a function on a worker, which keeps the result; return a handle of it at once.
 
-    Arguments as for ``rpc_sync``; they may be changed when this returns. The timeout is for
+    Arguments are those of ``rpc_sync``; they may be changed after this returns. The timeout is for
     creating the object; the first use of the handle raises the error. Safe from any thread.
     """
     session = current()
@@ -329,7 +329,7 @@ def _make_by_method(
             session.call(rref._owner, CHECK, (*rref._id, method), {}, limit)
             rref._checked.add(method)
         except RuntimeError as error:
-            # The handle's use raises these.
+            # The first use of the handle raises these.
             if not isinstance(error.__cause__, ConnectionError | TimeoutError | OverloadedError):
                 raise
             _log.debug("rank %d was not asked for %r: %s", rref._owner, method, error)

@@ -1,4 +1,4 @@
-"""The session: the state of a process in RPC between ``init_rpc`` and ``shutdown``; at most one."""
+"""The session: the RPC state of a process between ``init_rpc`` and ``shutdown``; at most one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NOT_INITIALIZED = (
 class Session:
     """This process among the workers. Every method is safe from any thread.
 
-    The session closes the backend. A timeout of 0 is no limit. It serves ``threads`` calls at once.
+    The session owns the backend. A timeout of 0 is no limit. It serves ``threads`` calls at once.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Session:
         self.ranks = {worker.name: worker.id for worker in self.workers}
         self.rule = rule
         self.timeout = timeout
-        self.names: dict[Any, str] = {}  # of functions that were called
+        self.names: dict[Any, str] = {}  # of called functions
         self.agent = RpcAgent(
             backend,
             name="rankwire.torch.rpc",
@@ -103,7 +103,7 @@ class Session:
         autograd.attach(self.agent, self._apply, lambda: self.timeout)
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank that a name, a rank or a ``WorkerInfo`` means, or raise torch's error."""
+        """Return the rank of a name, rank or ``WorkerInfo``, or raise torch's error."""
         if isinstance(to, WorkerInfo):
             to = to.id
         if isinstance(to, str):
@@ -163,7 +163,7 @@ class Session:
         return name
 
     def function_of(self, name: str) -> Callable[..., Any]:
-        """Return the function to run for a name, or raise ``FunctionNotFoundError``."""
+        """Return the function of a name, or raise ``FunctionNotFoundError``."""
         try:
             return self.servable(self.rule.find(name))
         except NameRefusedError as error:
@@ -179,21 +179,21 @@ class Session:
         return self.runnable(function)(*args, **kwargs)
 
     def runnable(self, function: Any) -> Callable[..., Any]:
-        """Return the function to run for a name or a pickled function."""
+        """Return the function of a name or a pickled function."""
         if isinstance(function, str):
             return self.agent.lookup(function) or self.function_of(function)
         if not self.agent.codec.allows_pickle:
-            # Not everything that may be sent may be called: torch.Tensor(9) shows old memory.
+            # Not every object that may be sent may be called: torch.Tensor(9) shows old memory.
             raise FunctionNotFoundError(f"{function!r:.200}", reason="it did not come as a name")
         return self.servable(function)
 
     def activity(self) -> tuple[bool, int]:
-        """Return whether anything is in progress here, and a count of the calls made so far."""
+        """Return whether any call or update is in progress here, and the number of calls made."""
         in_flight, in_service, count = self.agent.activity()
         return bool(in_flight or in_service) or not self.updates.is_quiet, count
 
     def lose(self, error: PeerLostError) -> None:
-        """Release what a lost rank held, and fail what waits for it."""
+        """Release a lost rank's handles, and fail the calls that wait for it."""
         self.owned.lose(error.peer, error)
         self.gatherer.lose(error.peer, error)
 
@@ -228,10 +228,10 @@ class _Gather:
 
 
 class Gatherer:
-    """Gathers values of several workers at the one with the first name. Safe from any thread.
+    """Gathers values of several workers at the first one by name. Safe from any thread.
 
-    The reply to each is deferred until all have called, or one is lost, which the error names.
-    Nothing is called while ``_lock`` is held.
+    Replies are deferred until all workers have called or one is lost, which the error names. No
+    callback runs under ``_lock``.
     """
 
     def __init__(self, session: Session) -> None:

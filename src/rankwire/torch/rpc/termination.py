@@ -1,7 +1,7 @@
 """Leave the workers: ``shutdown``.
 
-A graceful one waits until every worker has called it or is lost, and no call is in progress
-anywhere: a call may have started others that no caller waits for.
+A graceful shutdown waits until every worker has called it or is lost, and no call is in progress on
+any rank: a call may have started others that no caller waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GRACE = 5.0
 _LOOK_EVERY = 0.002
 _GONE = (PeerLostError, ChannelClosedError)
 
-# By rank: whether anything is in progress there, and its number of calls.
+# By rank: whether a call or update is in progress there, and its number of calls.
 Told = dict[int, tuple[bool, int]]
 
 _codec = Codec()
@@ -40,8 +40,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         timeout: Seconds for that; 0 is no limit.
 
     Raises:
-        RuntimeError: RPC is not initialized, or other workers did not call it in time. In that case
-            this worker has left nevertheless.
+        RuntimeError: RPC is not initialized, or other workers did not call this in time. This
+            worker leaves in any case.
     """
     session = current()
     try:
@@ -56,9 +56,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def wait_for_all(session: Session, timeout: float) -> None:
-    """Return once every rank has called this or is lost, and no call is in progress anywhere.
+    """Return when every rank has called this or is lost, and no call is in progress on any rank.
 
-    No rank had one in two rounds in a row then, and none made or served one in between.
+    That is so when no rank had one in two rounds in a row, and none made or served one in between.
     """
     limit = timeout if timeout > 0.0 else math.inf
     deadline = Deadline(limit, session.agent.backend.clock)
@@ -89,8 +89,8 @@ def _log_lost_workers(session: Session) -> None:
 class _Farewell:
     """Exchanges the ranks' activity. For one thread.
 
-    A collective, until the loss of a rank fails all of them. Then each rank reports to the lowest
-    that remains, and gets all reports from it.
+    It uses a collective until the loss of a rank fails that on all ranks. Then each rank reports to
+    the lowest remaining rank, and gets all reports from it.
     """
 
     def __init__(self, backend: Backend, deadline: Deadline) -> None:
@@ -100,7 +100,7 @@ class _Farewell:
         self._gone: set[int] = set()
 
     def tell(self, is_busy: bool, count: int) -> Told:
-        """Return the reports of all remaining ranks; empty if the round must be repeated."""
+        """Return the reports of all remaining ranks, or {} if the round must be repeated."""
         own = is_busy, count
         if self._is_complete:
             try:

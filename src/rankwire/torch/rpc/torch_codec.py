@@ -1,10 +1,10 @@
 """Encode what torch programs send: tensors, references, workers, functions and classes.
 
-Functions and classes travel by name under ``naming_rule``, or as pickles where these are allowed.
+Functions and classes are sent by name under ``naming_rule``, or as pickles where these are allowed.
 Every number from another rank is checked before torch sees it.
 
-The owner counts a handle before the message leaves; a rank that passes one on notifies the owner
-(``object_requests``). If the message is certain not to leave, that is undone.
+The owner counts a handle before the message is sent; a rank that passes one on notifies the owner
+(``object_requests``). If the message is certainly not sent, that is undone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def register_hooks(codec: Codec, rule: NamingRule) -> None:
 
 
 def take_tensor(tensor: torch.Tensor, sending: TakeContext) -> Any:
-    """Return what travels in place of a tensor."""
+    """Return a tensor in encoded form."""
     if tensor.layout is torch.strided:
         is_plain = tensor.is_contiguous() and not tensor.requires_grad
         return NotImplemented if is_plain or tensor.device.type != "cpu" else _take_strided(tensor)
@@ -85,7 +85,7 @@ def take_tensor(tensor: torch.Tensor, sending: TakeContext) -> Any:
 
 
 def build_tensor(parts: Any, receiving: BuildContext) -> torch.Tensor:
-    """Return the tensor that another rank has encoded."""
+    """Return the tensor that another rank encoded."""
     match parts:
         case [0, int() as history, torch.Tensor() as dense, list() as strides]:
             tensor = _strided(dense, strides)
@@ -140,7 +140,7 @@ def _strided(dense: torch.Tensor, strides: list[Any]) -> torch.Tensor:
 
 
 def _may_have_strides(shape: Any, strides: Any) -> bool:
-    """Return whether no two elements share a place, and few places are empty."""
+    """Return whether no two elements share memory, and the gaps are small."""
     count = math.prod(shape)
     if count == 0:
         return False
@@ -220,7 +220,7 @@ _sent_back_lock = runtime.Lock()  # guards ``RRef._sent_back``; a leaf
 
 
 def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
-    """Return what travels in place of a handle, and count it or tell its owner."""
+    """Return a handle in encoded form, and count it or notify its owner."""
     session = rref._usable("Cannot call fork an UserRRef after deletion.")
     peer, id = sending.peer, rref._id
     if peer is None:
@@ -238,7 +238,7 @@ def take_rref(rref: RRef[Any], sending: TakeContext) -> list[int]:
 
 
 def build_rref(handle: Any, receiving: BuildContext) -> RRef[Any]:
-    """Return the handle that another rank has sent."""
+    """Return the handle that another rank sent."""
     session, peer = current(), receiving.peer
     if type(handle) is not list or len(handle) != 4 or not all(map(_is_natural, handle)):
         raise InvalidMessageError("a handle is four numbers")

@@ -1,9 +1,9 @@
-"""The requests between ranks beyond calls of the program's functions, and who may send them.
+"""The requests between ranks beyond calls of the program's functions, and their allowed senders.
 
 Each verb checks its sender first; ``SENDERS`` says which ones it accepts:
 
-- *Holder*: has a handle of the object, proved by the key in its id (63 random bits); even if the
-  owner has not yet heard from the rank that passed it on.
+- *Holder*: has a handle of the object, proved by the key in its id (63 random bits), even if the
+  owner has not been notified by the rank that passed it on.
 - *Creator*: the rank in the object's id. *Conductor*: the rank in the number of the backward pass.
 - *Member*: knows the context's id, of which 48 bits are random.
 
@@ -60,7 +60,7 @@ SENDERS = {
 
 
 def register(agent: RpcAgent, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Have an agent serve verbs of ``SENDERS``; each function checks its ``sender()``."""
+    """Register verbs of ``SENDERS`` with an agent; each function checks its ``sender()``."""
     for verb, function in functions.items():
         assert verb in SENDERS, verb
         agent.register(verb, function)
