@@ -1,8 +1,4 @@
-"""Read the time, and wait with a timeout.
-
-A world passes one ``Clock`` to all its code that waits, so a simulated world can use simulated
-time. Code outside worlds, such as a launcher, uses ``REAL_TIME``.
-"""
+"""Read the time and wait: by a world's ``Clock``, which may be simulated, or by ``REAL_TIME``."""
 
 from __future__ import annotations
 

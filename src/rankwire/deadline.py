@@ -1,7 +1,4 @@
-"""Limit one whole operation by one timeout.
-
-A public function creates a ``Deadline`` and passes it to all code that waits for it.
-"""
+"""Limit one whole operation by one timeout, passed as a ``Deadline`` to all code that waits."""
 
 from __future__ import annotations
 

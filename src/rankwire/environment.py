@@ -1,7 +1,4 @@
-"""List the environment variables that rankwire reads, and read the default timeout.
-
-docs/settings.md explains each variable; the modules that use one read it.
-"""
+"""List the environment variables of rankwire (docs/settings.md), and read the default timeout."""
 
 from __future__ import annotations
 
@@ -48,11 +45,7 @@ def without_services(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_timeout() -> float:
-    """Return ``RANKWIRE_TIMEOUT`` in seconds, or the default.
-
-    Raises:
-        ConfigurationError: It is not a number of seconds above 0.
-    """
+    """Return ``RANKWIRE_TIMEOUT`` or the default, in seconds; or raise ConfigurationError."""
     text = os.environ.get(TIMEOUT)
     if not text:
         return DEFAULT_TIMEOUT

@@ -1,15 +1,13 @@
 """Run the work of finalizers in a thread, and close open objects when the interpreter exits.
 
-The garbage collector runs finalizers in any thread that allocates memory, also while that thread
-holds a lock. A finalizer that takes that lock waits forever. So finalizers of this package take no
-lock, not even those of logging: they call ``hand_over``, and a thread does the rest. It starts with
-the first work and ends when idle. ``_idle`` holds one item while there is no thread; ``deque.pop``
-gives that item to one caller, without a lock.
+The garbage collector runs finalizers in any thread that allocates memory, also under a lock that
+they need. So finalizers of this package take no lock, not even those of logging: they call
+``hand_over``, and a thread does the rest. It starts with the first work and ends when idle.
+``_idle`` holds one item while there is no thread; ``deque.pop`` gives it to one caller.
 
 At exit, open agents and backends are closed in reverse order of creation. Peers then get a
-farewell, or the traceback if the program ends by an uncaught error; after ``os._exit`` or a signal,
-they report the process as lost. Daemon threads that are still in a call get its error, but its
-traceback is not printed.
+farewell, or the traceback of an uncaught error; after ``os._exit`` or a signal, they report the
+process as lost. Daemon threads that are still in a call get its error, which is not printed.
 """
 
 from __future__ import annotations
@@ -126,10 +124,7 @@ def close_at_exit(thing: Leaving) -> None: ...
 @overload
 def close_at_exit(thing: T, leave: Leave[T]) -> None: ...
 def close_at_exit(thing: Any, leave: Leave[Any] = _leave) -> None:
-    """Close an object when the interpreter exits, if it still exists then.
-
-    ``leave`` replaces its method ``leave_at_exit``, for classes that should not show one to users.
-    """
+    """Close an object at exit if it still exists; ``leave`` replaces its ``leave_at_exit``."""
     _leaving[thing] = leave
 
 

@@ -37,10 +37,7 @@ def guard(thing: Forkable) -> None: ...
 @overload
 def guard(thing: T, close: Callable[[T], None]) -> None: ...
 def guard(thing: Any, close: Callable[[Any], None] = methodcaller("close_in_child")) -> None:
-    """Call ``close(thing)`` in every child that is forked while the object exists.
-
-    ``close`` replaces its method ``close_in_child``, for classes that should not show one to users.
-    """
+    """Call ``close(thing)``, or else ``close_in_child``, in every child forked while it exists."""
     _guarded[thing] = close
 
 
@@ -52,11 +49,7 @@ def renew_in_child(lock: runtime.Lock) -> None:
 
 
 def invalidate(thing: object) -> None:
-    """Make every use of an object raise, in a child; closing it does nothing.
-
-    It replaces the object's class, which costs the parent nothing, needs no lock and covers every
-    operation.
-    """
+    """Make every use of an object raise in a child, by replacing its class, except closing."""
     kind = type(thing)
     if kind not in _invalidated:
         _invalidated[kind] = _invalidated_class(kind)

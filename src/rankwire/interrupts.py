@@ -5,24 +5,29 @@ function and at each jump backwards. So an interrupt may come between a system c
 that notes its result. The world must still work after that. Four rules, used everywhere:
 
 1. **Act and note in one C call.** ``notes.extend(map(function, ...))`` calls a C function and
-  stores its result without a place for an interrupt between. Use ``call_and_note`` and
-  ``pop_into``, or write it out where every message passes, because a Python call costs 40 ns.
-  Create the notes before the ``try`` whose ``finally`` reads them::
+   stores its result without a place for an interrupt between. Use ``call_and_note`` and
+   ``pop_into``, or write it out where every message passes, because a Python call costs 40 ns.
+   Create the notes before the ``try`` whose ``finally`` reads them::
 
        grip: list[bool] = []
-       try: call_and_note(grip, lock.acquire, False)
+       try:
+           call_and_note(grip, lock.acquire, False)
            ...
-       finally: if grip == [True]: lock.release()
+       finally:
+           if grip == [True]:
+               lock.release()
 
 2. **Clean up twice.** A second interrupt may end the cleanup after the first, so cleanup is safe to
-  repeat. It is not a function, where an interrupt could come before its ``try``::
+   repeat. It is not a function, where an interrupt could come before its ``try``::
 
        try:
            self._leave(visit)
-       except BaseException: self._leave(visit)  # interrupted raise
+       except BaseException:
+           self._leave(visit)  # interrupted
+           raise
 
 3. **Change state in one assignment.** Values that belong together are one tuple. Until it is
-  replaced, the old one holds, and the next thread repeats the work.
+   replaced, the old one holds, and the next thread repeats the work.
 4. **Note an intention before it has effects**, and remove the note last.
 
 ``tests/interrupts.py`` raises an interrupt at every such place in turn.

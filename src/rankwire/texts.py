@@ -1,8 +1,7 @@
 """Shorten texts from other ranks, and make them safe to print on a terminal.
 
-The sender shortens a text, and the receiver does so again, since a peer may send anything. Both
-keep the beginning and the end: a traceback has its origin and its error there. All functions take
-linear time and are idempotent.
+The sender shortens a text, and the receiver again, since a peer may send anything. Both keep the
+beginning and the end, for a traceback's origin and error. Functions are linear and idempotent.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def one_line(text: str, longest: int = MAX_REASON) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks as text: "rank 2", "ranks 0, 3", "300 ranks: 0-298, 301".
-
-    It has at most 150 characters, for any number of ranks.
-    """
+    """Return "rank 2", "ranks 0, 3" or "300 ranks: 0-298, 301", in at most 150 characters."""
     if len(ranks) <= _MOST_LISTED:
         return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     pieces = ""

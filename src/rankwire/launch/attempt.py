@@ -25,11 +25,9 @@ _LOSS_OF_ANOTHER = re.compile(
     r"(rankwire\.errors\.)?"
     r"(PeerLost|PeerUnresponsive|ChannelClosed|NoConnection|Rendezvous)Error\b"
 )
-# As ``observe.tracebacks`` prints it.
 _FELL_BECAUSE = re.compile(r"failed because of rank \d+: ")
 # At the start of a line; the quoted traceback of another rank is indented or behind a bar.
 _TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
-# The last lines to show without a traceback.
 _PLAIN_LINES = 10
 # Seconds to wait after the first failure for others, one of which may be to blame. An interpreter
 # takes less to exit after a raise.
@@ -98,10 +96,7 @@ def in_order_of_loss(failures: Sequence[Failure], lost: Sequence[int]) -> list[F
 
 
 def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a rank, a rank that it waited for, and so on, up to a rank that waits for no other.
-
-    Prefer a rank that did not wait itself: it held up the others. A circle also ends the chain.
-    """
+    """Return a rank, a rank that it waited for, and so on; prefer a rank that did not wait."""
     found = [rank]
     while others := [other for other in waits.get(found[-1], ()) if other not in found]:
         found.append(next((other for other in others if not waits.get(other)), others[0]))
@@ -111,8 +106,7 @@ def waiting_chain(rank: int, waits: Mapping[int, Sequence[int]]) -> list[int]:
 def waiting_circle(chain: Sequence[int], certain: Mapping[int, Sequence[int]]) -> list[int]:
     """Return the ranks at the end of a chain that waited for each other, if any.
 
-    ``certain`` has the ranks that each rank was blocked on. The chain also follows posted receives
-    and background calls.
+    ``certain`` has the ranks that each was blocked on; the chain also follows background calls.
     """
     for start, rank in enumerate(chain[:-1]):
         circle = [*chain[start:], rank]

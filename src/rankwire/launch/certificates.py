@@ -1,8 +1,7 @@
 """Make the certificates of one job, signed by an authority that exists only in memory.
 
-The authority's private key is never written, so no other certificate can be made for the job.
-``transports.security`` defines the folder's layout. Without the extra ``rankwire[tls]``, importing
-this module raises.
+Its private key is never written, so no other certificate can be made for the job. Importing this
+module without the extra ``rankwire[tls]`` raises.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def make_certificates(
 ) -> list[Tls]:
     """Make a certificate for each rank of a job and one for its launchers, valid for ``days``.
 
-    Rank r's certificate has the name ``rank-r`` and is valid only for that rank. Return the files
-    of each rank, in rank order. The new folder has mode 0700. Raise ConfigurationError if it exists
-    or an argument is invalid.
+    Return the files of each rank, in rank order. Rank r's certificate is valid only for that rank.
+    The folder gets mode 0700. Raise ConfigurationError if it exists or an argument is invalid.
     """
     if world_size < 1 or not days > 0:
         raise ConfigurationError("certificates need at least one rank and more than 0 days")
@@ -57,15 +55,12 @@ def make_certificates(
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a new file that only this user can read, regardless of the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
 class _Authority:
-    """Signs certificates with EC P-256 keys."""
-
     def __init__(self, lifetime: datetime.timedelta) -> None:
         self._begin = datetime.datetime.now(datetime.UTC) - _TOLERANCE
         self._end = self._begin + _TOLERANCE + lifetime

@@ -1,7 +1,4 @@
-"""Diagnose a world from facts about its ranks and measurements of its links.
-
-``doctor`` collects the values. The advice reports only observations.
-"""
+"""Diagnose a world from facts about its ranks and measurements of its links, for ``doctor``."""
 
 from __future__ import annotations
 
@@ -242,13 +239,11 @@ def _mtus(facts: Sequence[Facts]) -> Iterator[Advice]:
 
 
 def _arrows(cells: Sequence[Cell]) -> str:
-    """Return ``0→1, 0→2 and 3 more``."""
     shown = ", ".join(f"{cell.src}→{cell.dst}" for cell in cells[:4])
     return shown if len(cells) <= 4 else f"{shown} and {len(cells) - 4} more"
 
 
 def _groups(values: dict[int, str]) -> str:
-    """Return ``1.0 (ranks 0, 1), 1.1 (ranks 2)``."""
     groups = _grouped(values, values.__getitem__)
     return ", ".join(
         f"{value} (ranks {', '.join(map(str, ranks))})" for value, ranks in groups.items()

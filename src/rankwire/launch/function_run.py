@@ -1,7 +1,7 @@
 """Run one function on several ranks, print their output, and collect the outcome of each.
 
 In a notebook, printed text appears below the cell whose thread prints it. So a thread that waits
-for ranks prints their output; if no thread waits, the thread that reads the output prints it.
+for ranks prints their output; if none waits, the thread that reads the output does.
 
 Locks: those of ``Printer`` and of each ``Rank``, held briefly. No callback is called under them.
 """
@@ -91,8 +91,7 @@ class RankOutcome(Generic[T]):
 def culprit_of(ended: Iterable[RankOutcome[T]]) -> RankOutcome[T] | None:
     """Return the outcome to blame, or None if all returned; ``ended`` is in order of arrival.
 
-    It is the first failure that is not a consequence of another rank's. A killed rank is blamed
-    only if no rank raised by itself.
+    Prefer failures that are not consequences of another rank's, and ranks that were not killed.
     """
     failed = [outcome for outcome in ended if not outcome.returned]
     own = [outcome for outcome in failed if not is_consequence(outcome.error)]
@@ -195,8 +194,7 @@ class Rank(ABC):
     ) -> Future[RankOutcome[Any]]:
         """Start ``function(backend, *args)``; with ``leaves``, leave the world when it ends.
 
-        Raise ConfigurationError if the rank is still running a function, or this one cannot be
-        sent.
+        Raise ConfigurationError if the rank still runs a function, or this one cannot be sent.
         """
 
     @abstractmethod

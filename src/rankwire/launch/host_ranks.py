@@ -3,12 +3,11 @@
 States, in order until the next ``start``::
 
     RUNNING    ranks run                                                  -> STOPPING, CLEARING
-    STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING CLEARING   all
-    have ended; the processes that they left are ended     -> OVER OVER       nothing runs, as
-    before the first ``start``
+    STOPPING   all were asked to end; SIGKILL follows after the grace     -> CLEARING
+    CLEARING   all have ended; the processes that they left are ended     -> OVER
+    OVER       nothing runs, as before the first ``start``
 
-In RUNNING, a rank that has ended may be restarted alone. If that is allowed, CLEARING begins only
-after the order ``Release``. The owner calls ``look`` after each turn of its loop.
+In RUNNING, a rank may be restarted alone; then CLEARING begins only after the order ``Release``.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class LaunchedRank(Process):
         given = {name: str(value) for name, value in variables.items() if value is not None}
         try:
             super().__init__(
-                # Unbuffered, to show output at once; faulthandler prints a traceback of a crash in
-                # native code.
+                # Unbuffered, to show output at once; faulthandler shows crashes in native code.
                 [sys.executable, "-u", "-X", "faulthandler", *options.command],
                 env=_inherited_environment(has_tls=options.tls_dir is not None) | given,
                 pass_fds=[secret_fd, *([] if leash is None else [leash])],
@@ -216,7 +214,6 @@ class HostRanks:
                 self.kill()
 
     def _restart(self, rank: int, incarnation: int) -> None:
-        """Restart a rank that has ended, and kill the rest of its process group."""
         old = self._children[rank]
         self._loop.output.detach(rank)
         old.send_group(signal.SIGKILL)

@@ -3,11 +3,11 @@
 The ranks of each host are a *part*: local ones, or remote ones through the host's launcher. Rules:
 
 - ``--on-failure stop``: the first failure ends the attempt on all hosts with SIGTERM, and SIGKILL
-  after the grace. The rank to blame gets the grace to exit by itself, because its exit code becomes
-  the job's. If restarts are left, all ranks start again.
+  after the grace. The rank to blame gets the grace to exit by itself, as its exit code becomes the
+  job's. If restarts are left, all ranks start again.
 - ``continue``: the other ranks continue, and the job ends when all have ended.
-- ``restart``: the others continue, and the failed rank alone restarts after a pause; it is killed
-  first if it was declared lost. Without restarts left, its failure ends the job.
+- ``restart``: the failed rank alone restarts after a pause, and is killed first if it was declared
+  lost. Without restarts left, its failure ends the job.
 - The loss of a launcher ends the job.
 - A signal to any launcher goes to every rank once; a second one to the same launcher, or a later
   one to another, kills on all hosts.
@@ -44,8 +44,6 @@ _ECHO_OF_NODES = 2.0
 
 
 class _Requests:
-    """The signals that asked launchers to end the job."""
-
     def __init__(self) -> None:
         self.first: int | None = None
         self.is_impatient = False  # a signal came when no rank was alive
@@ -216,7 +214,6 @@ class LaunchedJob:
                 self._give_up(*trouble)
 
     def _restart_due(self) -> None:
-        """Restart the ranks that are due; if none is left, let all parts end."""
         for rank in self._restarts.take_due(REAL_TIME.now()):
             incarnation = self._restarts.counts[rank]
             self._attempt.rank_restarts(rank)

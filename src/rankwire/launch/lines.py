@@ -4,11 +4,10 @@ Progress bars redraw a row with ``\r``, or several rows (nested tqdm bars, live 
 moving the cursor up. Rows become lines when the program continues below them. Where nothing can be
 redrawn, such as in a file or notebook, a row is printed every few seconds.
 
-One mistake often ends all ranks with the same traceback. The first rank's is printed. A later
-rank's is held back while its lines equal those of an earlier rank, apart from values that differ by
-rank. If the rank's stderr ends there, the launcher names the rank instead. If only the message
-differs, only the message is printed. If the rank continues or lines differ earlier, all are
-printed.
+One mistake often ends all ranks with the same traceback. A later rank's is held back while its
+lines equal those of an earlier rank, apart from values that differ by rank. If the rank's stderr
+ends there, the launcher names the rank instead. If only the message differs, only the message is
+printed. If the rank continues or lines differ earlier, all are printed.
 """
 
 from __future__ import annotations
@@ -167,10 +166,7 @@ class StreamLines:
         self._printed: list[bytes] = []  # rows that were printed as lines
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that ``data`` completes, or the last ones if it is empty.
-
-        Omit lines that were already printed as rows.
-        """
+        """Return the new lines that ``data`` completes, or the last ones if it is empty."""
         lines = self._splitter.feed(data) if data else self._splitter.finish()
         if not lines or not self._printed:
             return lines
@@ -255,8 +251,7 @@ class RepeatFilter:
     def finish(self, *, waits: bool = False) -> list[str]:
         """Return the lines to print after the end of the rank's stderr.
 
-        With ``waits``, keep the error while the other rank has printed only a part of it; the
-        caller then calls this again.
+        With ``waits``, keep the error while the other rank's is incomplete; call this again later.
         """
         held, count = self._held, self._message_at or len(self._held)
         same = [known for known in self._same if held and known.agrees(held[:count])]
@@ -296,10 +291,7 @@ def _alike(line: str) -> str:
 
 
 class InterruptFilter:
-    """Shortens the traceback of an interrupt in one stream to one line.
-
-    Connected ranks do so themselves (``observe.tracebacks``).
-    """
+    """Shortens the traceback of an interrupt to one line, as connected ranks do themselves."""
 
     def __init__(self) -> None:
         self._held: list[str] = []  # an incomplete traceback

@@ -1,7 +1,4 @@
-"""Run a job on several hosts: remote ranks as node 0 sees them, and the other launchers.
-
-``rendezvous.launchers`` has the protocol.
-"""
+"""Run a job on several hosts: remote ranks as node 0 sees them, and the other launchers."""
 
 from __future__ import annotations
 
@@ -193,8 +190,6 @@ def _listen(
 
 
 class _InterruptedError(Exception):
-    """A signal arrived while this launcher was looking for node 0."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -248,8 +243,6 @@ def _find_node_0(
 
 @dataclass(eq=False)
 class _Follower:
-    """Executes the orders of node 0 on this host."""
-
     loop: Loop
     ranks: HostRanks
     link: LauncherLink

@@ -1,8 +1,7 @@
 """Show the ranks' output on the launcher's stdout and stderr: whole lines, each with its rank.
 
 Nothing here blocks: the launcher must handle Ctrl-C even while ``less`` does not read its stdout.
-When too much output is queued, the launcher stops reading from the ranks that write it, so they
-wait as they would without a launcher. It reports lines that were not written.
+While too much output is queued, it does not read from the ranks that write it, so they wait.
 """
 
 from __future__ import annotations
@@ -107,11 +106,7 @@ class Output:
             stream.fold = stream.fold or InterruptFilter()
 
     def detach(self, rank: int | None = None) -> None:
-        """Read the rest of the pipes of ended ranks, and close them.
-
-        Do not wait for their end: a process that left its rank's session may keep a pipe open
-        forever.
-        """
+        """Read what the pipes of ended ranks hold, and close them: a daemon may keep them open."""
         for stream in [stream for stream in self._streams if rank in (None, stream.rank)]:
             # 16 reads empty the largest pipe that an unprivileged process can make.
             for _ in range(16):

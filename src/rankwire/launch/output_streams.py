@@ -4,9 +4,9 @@ On a terminal, progress rows and the status line are below all lines. Nothing he
 to a log; ``Output`` decides when to read and write.
 
 In a shared folder such as ``/tmp``, another user may have planted a link to a file of this user, a
-file that they can read, or a FIFO. So a log is a new file of mode 0600, created through the
-folder's descriptor, and replaces only a regular file of this user without hard links. The path may
-contain links of this user, but not links by other users in folders where others can write.
+readable file, or a FIFO. So a log is a new file of mode 0600, created through the folder's
+descriptor, and replaces only a regular file of this user without hard links. The path may contain
+links of this user, but not of other users in folders where others can write.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from rankwire.launch.lines import InterruptFilter, RepeatFilter, StreamLines
 _READ_NBYTES = 64 * 1024  # the default capacity of a Linux pipe, so one read empties it
 _TAIL_LINES = 60  # enough for the traceback of a deep call
 _TAIL_LINE_CHARACTERS = 500
-# Seconds to hold back an error that another rank has printed: most processes exit within this time
-# after their last error.
+# Seconds to hold back a repeated error: most processes exit sooner after their last error.
 _HOLD = 2.0
 _SCREEN_LINES = 40  # that a user sees without scrolling
 # POSIX: a pipe that poll() reports as writable accepts this much without blocking.
@@ -43,10 +42,7 @@ _ADVICE = "remove it, or choose another --log-dir"
 
 
 class _Likeness(io.StringIO):
-    """Tells rich whether an output is a terminal, without writing there.
-
-    Rich writes an empty text even when it captures, which fails on a full disk.
-    """
+    """Tells rich whether an output is a terminal; rich's own writes fail on a full disk."""
 
     def __init__(self, file: TextIO | None) -> None:
         super().__init__()
@@ -289,10 +285,7 @@ def _decoded(lines: list[bytes]) -> list[str]:
 
 
 class LogFolder:
-    """A folder of logs, created if necessary. For one thread.
-
-    Raise ConfigurationError if it cannot be used. A full disk ends a log, not the job.
-    """
+    """Creates or opens a folder of logs, or raises ConfigurationError. For one thread."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path = path.absolute()

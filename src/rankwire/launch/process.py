@@ -82,10 +82,7 @@ def signal_name(number: int) -> str:
 
 
 class Process:
-    """A process that leads its group, started and watched until its end. For one thread.
-
-    ``has_terminal`` gives it the starter's terminal; else its output goes to ``pipes``, unbuffered.
-    """
+    """A process that leads its group, with the starter's terminal or ``pipes``. For one thread."""
 
     def __init__(
         self,
@@ -242,8 +239,8 @@ class Subreaper:
 
     def __init__(self, reaper: Reaper) -> None:
         self.reaper = reaper
-        # This process may have children from before an exec that are not of the job. Exclude them,
-        # or they would be ended too.
+        # Exclude children from before an exec, which are not of the job, or they would be ended
+        # too.
         self.is_adopting = _can_list_children() and _set_subreaper(True)
         self._others = {reaper.pid, *_children()}
         self._adopted: set[int] = set()  # known to the reaper
@@ -313,10 +310,7 @@ def _children() -> list[int]:
 
 
 class Terminal:
-    """Lends the launcher's terminal to the process group of a debugged rank. For one thread.
-
-    That group then reads the keyboard and gets Ctrl-C, as an interrupt of the program.
-    """
+    """Lends the launcher's terminal, and Ctrl-C, to a debugged rank's group. For one thread."""
 
     def __init__(self) -> None:
         self._owner: int | None = None

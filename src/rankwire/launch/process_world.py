@@ -162,7 +162,6 @@ class _RankProcess(Rank):
         return True
 
     def leave(self) -> None:
-        """Let the process leave the world and exit when its function has ended."""
         self._orders.put(("leave",))
 
     def kill(self) -> None:
@@ -177,13 +176,11 @@ class _RankProcess(Rank):
                 self._control.send(words)
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors to wait for; none after the process has ended."""
         if self._ended is not None:
             return []
         return [self._control.fileno(), self._process.open_descriptor(), *self._outputs]
 
     def read(self, ready: Collection[int]) -> None:
-        """Process its output, its replies and its end. For one thread."""
         if not set(self.descriptors()) & set(ready):
             return
         is_dead = self._process.open_descriptor() in ready  # first: nothing is written after it

@@ -6,21 +6,21 @@ stacks while a function runs, and ends this process after the starter is gone. O
 so that an interrupt reaches only its function, even if that has not started yet.
 
 =====================================  =========================================================
-starter                                process =====================================
-========================================================= ``("join", number, pickled options)``
-``("ended", pickled outcome)`` of joining ``("run", number, pickled, leaves)``   ``("ended", pickled
-outcome)`` of the function ``("interrupt", number)``              no reply: ``KeyboardInterrupt`` is
-raised in the function ``("stacks",)``                        ``("stacks", text)`` ``("leave",)``
-no reply: it leaves the world and exits =====================================
-=========================================================
+starter                                process
+=====================================  =========================================================
+``("join", number, pickled options)``  ``("ended", pickled outcome)`` of joining
+``("run", number, pickled, leaves)``   ``("ended", pickled outcome)`` of the function
+``("interrupt", number)``              no reply: ``KeyboardInterrupt`` is raised in the function
+``("stacks",)``                        ``("stacks", text)``
+``("leave",)``                         no reply: it leaves the world and exits
+=====================================  =========================================================
 
 A process cannot import functions from the ``__main__`` of another (a notebook, script or prompt).
 So cloudpickle sends a function by value, with its closure and the globals that it names. In the
 rank, its globals are those of ``__main__`` there, so one cell can use what another has set.
 
-Unpickling runs code. That is safe only here: the bytes come over a socket pair that the starter
-created before this process, both processes belong to one user, and running the starter's functions
-is the purpose. Messages between ranks always use the codec.
+Unpickling runs code. That is safe only here: the bytes come from the starter, over a socket pair
+that it created, both processes belong to one user, and running its functions is the purpose.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ class _RankProgram:
             os._exit(1)
 
     def _obey(self, verb: str, number: int = 0, *words: Any) -> bool:
-        """Execute one order; return whether to continue."""
         self.running = number
         if verb == "join":
             outcome = self._outcome(words[0], self._join)
@@ -205,7 +204,6 @@ def unpack(pickled: bytes) -> Any:
 
 
 def _set_message(cls: type, details: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Complete an unpickled class, and register it as a message type with the same options."""
     set_state, state, options = details
     set_state(cls, state)
     message(cls, **options)

@@ -3,14 +3,13 @@
 The reaper is a process of the standard library alone: ``python -I -S reaper.py GRACE``. It reads
 lines from stdin: the process id of each started rank; ``+`` and the id of each adopted process;
 ``-`` and one of these ids when the process is gone and the id may be reused; and ``done`` when all
-have ended. If the pipe ends without ``done``, the launcher is dead. The reaper then sends SIGTERM,
-and SIGKILL after GRACE seconds, to every rank's process group, to the adopted processes and to
-their descendants.
+have ended. If the pipe ends without ``done``, the launcher is dead: the reaper sends SIGTERM, and
+SIGKILL after GRACE seconds, to the ranks' process groups, adopted processes and descendants.
 
-If the reaper is killed with the launcher, the kernel ends the ranks. Both processes hold the
-writing end of a pipe, and each rank inherits a *leash*: a reading end with ``O_ASYNC`` whose owner
-is the rank's process group and whose signal is SIGKILL. The kernel sends it when the last writer is
-gone. A rank that closes descriptors which it did not open loses its leash.
+If the reaper is killed too, the kernel ends the ranks. It and the launcher hold the writing end of
+a pipe, and each rank inherits a *leash*: a reading end with ``O_ASYNC`` whose owner is the rank's
+process group and whose signal is SIGKILL, sent when the last writer is gone. A rank that closes
+descriptors which it did not open loses its leash.
 
 A parent-death signal (``PR_SET_PDEATHSIG``) does not suffice: it leaves no grace or can be ignored,
 it does not reach the rank's children, and it needs code between fork and exec.

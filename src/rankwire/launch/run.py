@@ -1,7 +1,4 @@
-"""Start the ranks of this host, with other launchers on several hosts: ``rankwire run``.
-
-On node 0 the job (``job``) directs the ranks; elsewhere the launcher of node 0 does (``nodes``).
-"""
+"""Start the ranks of this host, directed by ``job`` on node 0 and by ``nodes`` elsewhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Find the rank whose failure caused the others.
 
-An error that another rank caused has its world rank as ``root``, and a rank that fails reports its
-root. The coordinator reports the root before its consequences. Without a coordinator, a loss
-without a reason counts as a consequence of the first loss.
+An error that another rank caused has its world rank as ``root``, which a failing rank reports.
+Without a coordinator, a loss without a reason counts as a consequence of the first loss.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _NAMES_OF_CONSEQUENCES = ("PeerLostError", "PeerUnresponsiveError", "CollectiveA
 
 
 def root_of(error: BaseException | None) -> int | None:
-    """Return the rank whose failure caused an error, if the error or its chain names it.
-
-    An exception group has a root only if all its exceptions have one.
-    """
+    """Return the root of an error or its chain; a group has one if all its exceptions have."""
     for link in chain(error):
         if isinstance(link, RankwireError) and link.root is not None:
             return link.root
@@ -69,10 +65,7 @@ class _Loss(NamedTuple):
 
 
 class Losses:
-    """Keeps the lost ranks in the order in which this rank learned of them.
-
-    It is safe from any thread: every change is one dictionary operation.
-    """
+    """Keeps lost ranks in the order of their loss. Safe from any thread: changes are atomic."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Loss] = {}

@@ -1,8 +1,4 @@
-"""Show what the threads of this process are doing, to explain a hang.
-
-A thread waits if the function that it calls has a name such as ``acquire``. So threads record
-nothing.
-"""
+"""Show what the threads of this process are doing, by the functions that they call."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ _MAIN = runtime.main_thread()
 _MOST_THREADS = 8
 _MOST_FRAMES = 20  # innermost frames of a thread, after folding
 _RUNS = "runs"
-# The activity of a thread that calls a function of this name.
 _WAITS = {
     "acquire": "waits for a lock",
     "sleep": "sleeps",

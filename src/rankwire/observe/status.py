@@ -11,7 +11,6 @@ from rankwire.errors import ChannelClosedError, RankwireError
 from rankwire.wire.frames import Channel, Envelope
 
 PeerState = Literal["up", "suspected", "left", "lost"]
-# What a receive on a channel waits for.
 _WANTED: dict[int, str] = {
     Channel.MESSAGE: "a message with tag {}",
     Channel.COLLECTIVE: "a collective",

@@ -1,8 +1,7 @@
 """Send control messages, and check which of them a rank may send to the coordinator.
 
-A rank may report only about itself. After any other message, the coordinator gives the rank up and
-notifies the others. One exception: a rank may report that the coordinator was silent, if the
-coordinator's own clock confirms it. Ranks trust the coordinator.
+A rank may report only about itself, or that the coordinator was silent, if its clock confirms that.
+After any other message, the coordinator gives the rank up. Ranks trust the coordinator.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ from rankwire.wire.control_messages import (
 
 
 class Standing(NamedTuple):
-    """The sender of a control message.
-
-    Attributes:
-        is_formed: Whether it is a member of a formed world; a rank that rejoins is not yet.
-        coordinator: The coordinator's rank, or -1.
-        was_absent: Whether ranks may have given up the coordinator, because it was stopped.
-    """
+    """The sender of a control message. ``coordinator`` is a rank or -1."""
 
     rank: int
     has_joined: bool

@@ -3,9 +3,10 @@
 The coordinator runs in rank 0 or in the launcher. Its states, in order::
 
     FORMING   ranks join in any order (``Roster``)                               -> FORMED, FAILED
-    FORMED    a control connection that ends is a loss, and a restarted rank may rejoin
-    (``WorldWatch``)                                        -> CLOSED FAILED    the timeout expired;
-    the ranks present know which are missing      -> CLOSED CLOSED
+    FORMED    a control connection that ends is a loss, and a restarted rank
+              may rejoin (``WorldWatch``)                                        -> CLOSED
+    FAILED    the timeout expired; the ranks present know which are missing      -> CLOSED
+    CLOSED
 
 All methods but ``wait_formed`` and ``close`` run on the acceptor's thread. A lock guards the state
 for ``wait_formed``.
@@ -80,11 +81,7 @@ class _State(Enum):
 class Coordinator:
     """Gathers the ranks of a world, and watches them.
 
-    Args:
-        me: The entry of rank 0; None in a launcher.
-        key_of: Returns the key with which a rank joins.
-        incarnation_of: Returns how often a rank was restarted alone.
-        patience: How long a rank may be silent; ranks that join may ask for less.
+    ``me`` is the entry of rank 0, or None in a launcher. Ranks may ask for less ``patience``.
     """
 
     def __init__(
@@ -265,10 +262,7 @@ class Coordinator:
         self._changed.notify_all()
 
     def _give_in(self, gone: Gone) -> None:
-        """Handle a member's report that this process is lost: notify all ranks.
-
-        Otherwise the others would treat the members that gave it up as lost.
-        """
+        """Notify all ranks that this process is lost, or they treat the reporter as lost."""
         self._state = _State.CLOSED
         self.watch.report(gone)
         self.dissolve()
@@ -310,10 +304,7 @@ class Coordinator:
         self.close()
 
     def close(self, fallen: Fallen | None = None) -> None:
-        """Disconnect from all ranks, after the acceptor has stopped.
-
-        ``fallen`` is the failure of rank 0, or None if it leaves without an error.
-        """
+        """Disconnect from all ranks after the acceptor stopped. ``fallen`` is rank 0's failure."""
         if self._state is _State.FORMED:
             self._pass_on_last_words()
         self._state = _State.CLOSED

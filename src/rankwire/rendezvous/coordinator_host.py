@@ -1,8 +1,4 @@
-"""Host a coordinator in a launcher, where it is not a rank.
-
-The host coordinates the worlds of one job in turn (``expect``), lets a restarted rank rejoin its
-world (``expect_again``), and admits the launchers of other hosts.
-"""
+"""Host a coordinator in a launcher: one world after another, and links to other launchers."""
 
 from __future__ import annotations
 
@@ -39,11 +35,9 @@ class CoordinatorHost:
 
     Attributes:
         told: The callbacks; they run on the acceptor's thread.
-        are_restarted: Whether lost ranks are restarted. If so, it keeps the world even if no rank
-            is left in it.
+        are_restarted: Whether lost ranks are restarted; then a world without ranks is kept.
         nodes: The number of launchers in the job.
-        on_launcher: Called on that thread with another node's number and its launcher's connection,
-            which the callback then owns.
+        on_launcher: Called on that thread with another node's number and link, which it then owns.
     """
 
     listener: Socket

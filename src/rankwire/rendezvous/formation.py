@@ -1,7 +1,4 @@
-"""Form the world of a TCP backend, and own this rank's listeners, keys and control connection.
-
-Rank 0 coordinates unless a launcher does; the other ranks join. A world of one rank opens nothing.
-"""
+"""Form the world of a TCP backend: rank 0 coordinates unless a launcher does, the others join."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ class OwnListeners:
         self._advertise = advertise
         self._share_files = share_files
         self._files: list[Callable[[], None]] = []  # each call removes one file
-        # Until ``pass_to``.
         self._tcp_listener = listener
         self._unix_listener: Listener | None = None
         self._member: Member | None = None
@@ -168,11 +164,7 @@ class Owner(Audience, Protocol):
 class Formation:
     """Forms the world, and owns the control connections of a rank.
 
-    Attributes:
-        address: Where the world forms, with the actual port.
-        job: Ranks of another job are refused.
-        has_coordinator: Whether a launcher coordinates instead of rank 0.
-        acceptor: Accepts and reads connections; None in a world of one rank.
+    With ``has_coordinator``, a launcher coordinates. A world of one rank has no ``acceptor``.
     """
 
     owner: Owner
@@ -251,10 +243,7 @@ class Formation:
         self._coordinator.wait_formed(deadline)
 
     def _find_key_of(self, hello: Hello) -> bytes:
-        """Return the key of the rank that a peer claims to be, or a random key if there is none.
-
-        Runs on the acceptor's thread.
-        """
+        """Return a claimed rank's key, or a random one if unknown. On the acceptor's thread."""
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return self.keys.of_rank(hello.rank)
         is_of_a_rank = hello.purpose in BETWEEN_RANKS
@@ -326,10 +315,7 @@ class Formation:
         return {} if counting is None else counting.silences()
 
     def close(self, fallen: Fallen | None = None) -> None:
-        """Leave the world, stop listening and remove the files. Idempotent.
-
-        ``fallen`` is this rank's failure, or None if it leaves without an error.
-        """
+        """Leave the world, reporting this rank's failure if any; remove the files. Idempotent."""
         if self.acceptor is not None:
             self.acceptor.close()
         if self._coordinator is not None:

@@ -3,8 +3,8 @@
 The states of a rank::
 
     HEARD      silent for suspect_after seconds  -> SUSPECTED
-    SUSPECTED  heard again                       -> HEARD SUSPECTED  silent for fail_after seconds
-    -> FAILED
+    SUSPECTED  heard again                       -> HEARD
+    SUSPECTED  silent for fail_after seconds     -> FAILED
 
 Time in which this process did not run does not count.
 """
@@ -51,8 +51,7 @@ class Silence:
 
     def was_absent(self, now: float) -> bool:
         """Return whether this process was stopped so long that ranks may have given it up."""
-        # Half of their limit: they count from the last beat received, this process from the last
-        # sent.
+        # Half: they count from the last beat received, this process from the last one sent.
         limit = self._patience.fail_after
         return now - self._judged > limit / 2 or now - self._returned < limit
 

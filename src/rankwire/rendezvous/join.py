@@ -1,8 +1,4 @@
-"""Join a world: dial the coordinator until it sends the list of all ranks.
-
-The coordinator (rank 0 or a launcher) may start later, restart or be slow, so retry with growing,
-jittered pauses.
-"""
+"""Join a world: dial the coordinator, which may start later or restart, until it replies."""
 
 from __future__ import annotations
 
@@ -55,8 +51,7 @@ _AUTHENTICATION_TRIES = 3
 class Attempts:
     """Records one rank's attempts to join, and creates the error if all fail.
 
-    ``deadline`` limits all attempts together. ``missing`` has the ranks that had not joined in the
-    last attempt, and ``is_connected`` says whether its connection was accepted.
+    ``missing`` and ``is_connected`` are of the last attempt; ``deadline`` limits all together.
     """
 
     rank: int
@@ -78,10 +73,7 @@ class Attempts:
 
     @property
     def trouble(self) -> RankwireError | None:
-        """The most informative error: a failed handshake, or else the last refused connection.
-
-        The coordinator may refuse connections because it has given up after such a handshake.
-        """
+        """The most informative error: a failed handshake, or else a refused connection."""
         return self._troubles.get(True) or self._troubles.get(False)
 
     def begin(self) -> None:
@@ -108,10 +100,7 @@ class Attempts:
         self.failed(error)
 
     def note_missing(self, missing: list[int]) -> None:
-        """Record the ranks that the coordinator is waiting for.
-
-        Shortly before the deadline, add none: other ranks then give up for the same reason.
-        """
+        """Record the missing ranks; shortly before the deadline add none, as others give up too."""
         if is_last_moment(self.deadline) and self.missing:
             missing = [rank for rank in missing if rank in self.missing]
         self.missing = missing
@@ -141,10 +130,8 @@ class Joiner:
     """Joins one rank to the world.
 
     Args:
-        find_key: Called after each connect; returns the handshake key, or None if there is none
-            yet.
-        describe: Called with the local address that reached the coordinator; listens there and
-            returns this rank's entry.
+        find_key: Returns the handshake key after each connect, or None if there is none yet.
+        describe: Listens at the local address that reached the coordinator; returns the entry.
         deadline: The limit for all attempts together.
     """
 

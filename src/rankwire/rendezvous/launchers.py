@@ -1,7 +1,6 @@
 """Connect the launchers of one job on several hosts.
 
-Each launcher reports its ranks and how they ended to the launcher of node 0, which starts and stops
-all ranks. If a launcher's connection ends, the job fails.
+Launchers report to that of node 0, which directs all ranks. If one disconnects, the job fails.
 """
 
 from __future__ import annotations
@@ -162,10 +161,7 @@ class LauncherLink:
             self._connection.fail(error)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, without waiting.
-
-        Raises RankwireError if the other launcher is gone or sent an invalid message.
-        """
+        """Return the messages that have arrived, or raise the connection's error."""
         if self._connection.failure is not None:
             raise _of_a_launcher(self._connection.failure)
         try:
@@ -183,7 +179,6 @@ class LauncherLink:
 
 
 def _of_a_launcher(error: RankwireError) -> RankwireError:
-    """Return a copy of an error, without a rank."""
     twin = error.copy()
     twin.peer = None
     if isinstance(error, PeerLostError):

@@ -1,8 +1,4 @@
-"""Keep a member's control connection in a formed world.
-
-It exchanges heartbeats with the coordinator, and receives which ranks are silent or gone. It runs
-on the acceptor's thread.
-"""
+"""Keep a member's control connection in a formed world, on the acceptor's thread."""
 
 from __future__ import annotations
 
@@ -67,10 +63,7 @@ class Audience(Protocol):
 
 
 class Membership:
-    """Sends heartbeats, and receives from the coordinator.
-
-    Call ``begin`` before the acceptor starts, ``leave`` after it has stopped.
-    """
+    """Sends heartbeats and receives. Call ``leave`` after the acceptor has stopped."""
 
     def __init__(
         self, control: Connection, world: World, acceptor: Acceptor, audience: Audience

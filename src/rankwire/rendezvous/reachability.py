@@ -1,7 +1,4 @@
-"""Check that joining ranks can be reached, and find the address of rank 0.
-
-Nothing is authenticated here; the handshake of every later connection does that.
-"""
+"""Check that joining ranks can be reached, before authentication; find rank 0's address."""
 
 from __future__ import annotations
 
@@ -114,10 +111,7 @@ def _is_here(host: str) -> bool:
 
 
 def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
-    """Wait until a process listens at one of the addresses, and return that address.
-
-    Raises RendezvousError on timeout.
-    """
+    """Wait until a process listens at an address and return it, or raise RendezvousError."""
     while True:
         for address in addresses:
             with suppress(NoConnectionError, DeadlineExceededError):
@@ -134,8 +128,7 @@ def find_rank_0(addresses: Sequence[str], deadline: Deadline) -> str:
 def allow_files(more: int) -> int:
     """Raise the soft limit of open files by ``more``; return how many are missing.
 
-    Most systems have a soft limit of 1024, for programs that use ``select``, and a much higher hard
-    limit. Child processes inherit the new limit.
+    The soft limit is often 1024, for programs that use ``select``. Child processes inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_now() + more

@@ -41,12 +41,10 @@ class Told(NamedTuple):
         on_hopeless: Another rank will never join; called once, after waiting ranks were notified.
         on_joined: A restarted rank rejoined; called when the others are notified.
         on_doing: A rank for which a failed one had waited reported what it is doing.
-        on_question: Returns what the coordinator's own rank is doing.
-        on_answer: An answer to the coordinator's own rank.
-        on_notice: A notice about a collective, for the coordinator's own rank.
+        on_question: Returns what the coordinator's own rank is doing. ``on_answer``, ``on_notice``
+            and ``on_agent_answer`` are messages to that rank.
         ending_of: Returns how a rank's process ended whose connection closed without a message, or
-            "" if that is not known yet.
-        on_agent_answer: An answer to an agent of the coordinator's own rank.
+            "".
     """
 
     on_formed: Callable[[World], None] = lambda world: None
@@ -68,11 +66,7 @@ class _Asked(NamedTuple):
 
 
 class Reports:
-    """Keeps the reports of ranks, and notifies the ranks that need them. For one thread.
-
-    The coordinator changes ``controls``, the control connections by rank. ``roll`` has the
-    collectives in which ranks wait.
-    """
+    """Keeps the reports of ranks, and notifies the ranks that need them. For one thread."""
 
     def __init__(
         self,

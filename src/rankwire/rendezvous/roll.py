@@ -45,8 +45,8 @@ class Roll:
     def hear(self, src: int, notice: Notice) -> Told:
         """Handle a rank's report, and yield the ranks to notify with their notices.
 
-        A notice counts as sent when the caller requests the next one, so a report that is repeated
-        after an interrupt is sent again.
+        A notice counts as sent when the caller requests the next one; interrupted reports are
+        repeated.
         """
         members = notice.members or self._world
         notice = replace(notice, src=src, members=())
@@ -203,10 +203,7 @@ class Attendance:
         self._services_of: defaultdict[int, set[int]] = defaultdict(set)
 
     def hear(self, rank: int, says: AgentSays) -> Answers:
-        """Handle an agent's message; return the messages to answer.
-
-        Raises ProtocolError if the rank has too many agents.
-        """
+        """Handle an agent's message; return the messages to answer, or raise ProtocolError."""
         services = self._services_of[rank]
         if len(services) >= MAX_AGENTS and says.service not in services:
             raise ProtocolError(f"it said to the coordinator that it has over {MAX_AGENTS} agents")

@@ -15,8 +15,7 @@ from rankwire.wire.keys import KEY_NBYTES, SALT_NBYTES, pair_key, pair_keys, wra
 class FormedWorld:
     """The members and keys of a formed world. For one thread.
 
-    ``members`` are all ranks in order. ``key_of`` returns the key with which a rank joined.
-    ``gone`` has the reports of ranks that died or left and have not rejoined.
+    ``members`` are all ranks in order. ``gone`` has the reports of ranks that have not rejoined.
     """
 
     def __init__(

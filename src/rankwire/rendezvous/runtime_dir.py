@@ -1,7 +1,6 @@
 """Find this user's runtime folder on this host, for socket files and secrets.
 
-A folder is safe if this user owns it, no other user can enter or replace it, and it is not a link.
-So any process may create it.
+A folder is safe if this user owns it, no other user can enter or replace it, and it is no link.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ def host_id() -> str:
 
 
 def runtime_folder() -> Path:
-    """Return this user's runtime folder; warn once if it is not the first choice.
-
-    Raises ConfigurationError if no folder is safe.
-    """
+    """Return the runtime folder or raise ConfigurationError; warn once about a second choice."""
     folder, trouble = find_runtime_folder()
     if trouble and trouble not in _said:
         _said.add(trouble)

@@ -277,7 +277,6 @@ def _derived(
 
 
 def _hosts_of_allocation(environ: Environment) -> list[str]:
-    """Return the hosts that a batch system allocated to the job, if it names them."""
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         return list(islice(expand_nodes(nodes), _MOST_HOSTS))
     return environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # "host1 8 host2 8"
@@ -296,10 +295,7 @@ def read_integer(environ: Environment, name: str) -> int:
 
 
 def expand_nodes(text: str) -> Iterator[str]:
-    """Yield the host names in one of Slurm's lists, such as ``gpu[01-03,7],login``.
-
-    With several brackets in one name, the last varies fastest. Raises ConfigurationError.
-    """
+    """Yield the names in Slurm's list ``gpu[01-03,7],login``, or raise ConfigurationError."""
     names = [found[0] for found in _NAME.finditer(text)]
     if not names or ",".join(names) != text:
         raise _not_a_list(text)

@@ -1,9 +1,8 @@
 """Find the job's secret, and derive a rank's keys from it.
 
 Sources of the secret, in this order: the argument; the file named by ``RANKWIRE_SECRET_FILE``;
-``RANKWIRE_SECRET``; on loopback, a file that rank 0 writes into this user's runtime folder. A
-launcher keeps the secret and gives each rank only its ``RankKey``. The secret never appears in logs
-or in a ``repr``.
+``RANKWIRE_SECRET``; on loopback, a file that rank 0 writes into the runtime folder. A launcher
+gives each rank only its ``RankKey``. The secret never appears in logs or in a ``repr``.
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class AgreedSecret:
 
 
 class OwnKeys:
-    """The keys of a rank; it joins with ``own``.
-
-    ``secret`` is the user's, or None if rank 0 writes one to a file.
-    """
+    """The keys of a rank. Without ``secret``, rank 0 writes one to a file."""
 
     def __init__(self, rank: int, secret: bytes | None) -> None:
         self._rank = rank
@@ -126,10 +122,7 @@ class OwnKeys:
         self.shared: dict[int, HiddenKey] = {}  # with each other rank
 
     def coordinate(self, port: int, own_file: Callable[[Callable[[], None]], None]) -> None:
-        """Store the coordinating rank's keys; if no secret was given, write one to a file.
-
-        ``own_file`` gets the function that removes that file.
-        """
+        """Store rank 0's keys; ``own_file`` gets the function that removes a new secret file."""
         if isinstance(self._secret, RankKey):
             raise ConfigurationError("rank 0 coordinates only with the secret that all ranks have")
         if self._secret is None:
@@ -290,8 +283,7 @@ class SecretServer:
 def ask_for_secret(fd: int, *, named: str) -> bytes:
     """Ask the launcher at the other end of ``fd`` for the secret, and close ``fd``.
 
-    Raises ConfigurationError, with the variable ``named``, if there is no launcher or it did not
-    start this process itself.
+    Raises ConfigurationError, with the variable ``named``, if no launcher of this process answers.
     """
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

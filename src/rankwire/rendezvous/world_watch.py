@@ -1,7 +1,4 @@
-"""Watch the ranks of a formed world: losses, heartbeats, reports, and ranks that rejoin.
-
-All ranks are notified of a loss at once, so that they name the same rank and cause.
-"""
+"""Watch a formed world. All ranks are notified of a loss at once, to name the same cause."""
 
 from __future__ import annotations
 
@@ -38,9 +35,7 @@ _WORLD_PATIENCE, _WORLD_PATIENCE_OF_RANK = 5.0, 0.02
 class WorldWatch:
     """Watches the ranks of a world after ``begin``. On the acceptor's thread.
 
-    Attributes:
-        controls: The control connections by rank, also while the world forms.
-        fallen: The ranks that reported their own failure.
+    It has ``controls`` also while the world forms. ``fallen`` are ranks that reported a failure.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Handle tensors that are not in host memory.
 
-The group's backend for their device (``"cpu:rankwire,cuda:nccl"``) handles them. It is created at
-first use, because torch creates none for a custom group class. Without such a backend, tensors are
-copied through host memory.
+The group's backend for their device (``"cpu:rankwire,cuda:nccl"``) handles them, created at first
+use, as torch creates none for a custom group class. Without one, they are copied to host memory.
 """
 
 from __future__ import annotations

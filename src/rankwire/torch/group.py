@@ -152,7 +152,6 @@ class _GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         self.ranks.close(error=RuntimeError("the process group was aborted"))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default timeout of operations."""
         self.ranks.timeout = timeout.total_seconds()
 
     def __repr__(self) -> str:

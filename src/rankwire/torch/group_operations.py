@@ -1,7 +1,4 @@
-"""The parts of torch's process groups that backends lack: arguments, operations, handles.
-
-rankwire's errors become the ``__cause__`` of a ``DistBackendError``, which is a ``RuntimeError``.
-"""
+"""Arguments, operations and handles of torch's groups. Errors have ours as ``__cause__``."""
 
 from __future__ import annotations
 
@@ -228,8 +225,8 @@ class OperationWork(dist._Work):  # type: ignore[misc]
         """Return a future that completes with the operation; its callbacks may use the group."""
         if self._future is None:
             ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            # Raise in a callback: DDP's C++ code reads the exception of ``set_exception`` as
-            # tensors, and crashes.
+            # In a callback: DDP's C++ reads the exception of ``set_exception`` as tensors and
+            # crashes.
             self._future = ended.then(lambda _: self._outcome())
             if self._work is None:
                 ended.set_result([])

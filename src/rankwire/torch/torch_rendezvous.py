@@ -3,8 +3,7 @@
 Every process that reaches torch's store can read and write it, so it never contains a secret. Each
 rank writes a hash of its host and user, and whether it has a secret. If all are processes of one
 user on one host, rank 0 listens on loopback, and they can agree on a secret through a private file.
-Otherwise all need the job's secret. A process that writes false entries can prevent the world from
-forming; it cannot join or learn a secret.
+Otherwise all need the job's secret. False entries can prevent the world from forming, no more.
 
 Under another launcher (``rankwire run``, ``mpiexec``, ``srun``) or with ``rankwire://``, the world
 forms first, then a store for torch: a private file or a ``TCPStore``.

@@ -112,7 +112,6 @@ def _named(
     args: Iterable[Any] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[str, Iterable[Any], Mapping[str, Any]]:
-    """Return the function's name and its arguments; a pickled function becomes an argument."""
     name = session.names.get(func) or session.named(func)
     if type(name) is str:
         return name, args or (), kwargs or {}

@@ -1,7 +1,8 @@
 """Distributed autograd: gradients across calls, as in ``torch.distributed.autograd``.
 
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync("ps", forward, args=(x,)).sum() autograd.backward(context_id, [loss])
+        loss = rpc.rpc_sync("ps", forward, args=(x,)).sum()
+        autograd.backward(context_id, [loss])
         gradients = autograd.get_gradients(context_id)
 
 Calls in a context, and calls made while serving them, record the tensors that they send

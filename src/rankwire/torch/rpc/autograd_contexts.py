@@ -6,8 +6,7 @@ the inputs of one autograd node, ``Sent``. At the receiver they are the outputs 
 ``Received``. A backward pass leaves one rank and enters another at these nodes.
 
 A context's id has the creating rank in its upper 16 bits; the others are random, so a rank that
-knows the id was called in the context. It ends with its creator or with the creator's ``with``
-block; each rank notifies the ranks that it called in it (``autograd_engine``).
+knows the id was called in it. It ends with its creator or the creator's ``with`` block.
 
 Locks: those of the table and of each context are both innermost; no callback runs under them.
 """
@@ -120,8 +119,7 @@ class Contexts:
         self.rank = rank
         self._lock = runtime.Lock()
         self._known: dict[int, Context] = {}
-        # The contexts that ended last, in order; and those that ended on a rank before this rank
-        # knew them.
+        # The last contexts that ended; and those that ended on a rank before they were known here.
         self._ended: dict[int, None] = {}
         self._ended_for: dict[tuple[int, int], None] = {}
         self._lost: set[int] = set()
@@ -144,10 +142,7 @@ class Contexts:
         return context
 
     def meet(self, number: int, caller: int) -> Context | None:
-        """Return the context of another rank's call, or raise ``OverloadedError``.
-
-        Return None if it has ended or a rank is lost: a late call must not recreate it.
-        """
+        """Return a call's context, or None if it ended; raise ``OverloadedError`` if too many."""
         maker = number >> COUNTER_BITS
         with self._lock:
             if maker in self._lost or caller in self._lost or (number, caller) in self._ended_for:

@@ -1,7 +1,4 @@
-"""Decorators for functions that other ranks call: ``exposed`` and ``async_execution``.
-
-If a function returns a ``concurrent.futures.Future``, the server replies when that is done.
-"""
+"""Decorators for functions that other ranks call: ``exposed`` and ``async_execution``."""
 
 from __future__ import annotations
 

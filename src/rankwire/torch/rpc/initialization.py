@@ -219,7 +219,6 @@ def is_available() -> bool:
 _MISSING = object()
 
 Names = Mapping[str, Mapping[str, Any]]  # the new values, by module and name
-# The module, the name, and the replaced value.
 Replaced = list[tuple[ModuleType, str, Any]]
 
 _replaced: Replaced = []
@@ -275,7 +274,6 @@ def _restore(replaced: Replaced) -> None:
             setattr(module, name, theirs)
 
 
-# In ``torch.distributed.rpc`` and its module ``api``.
 _CALLS: dict[str, Any] = {
     "PyRRef": RRef,
     "_get_current_rpc_agent": api.current_agent,

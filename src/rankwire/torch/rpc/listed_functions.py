@@ -6,12 +6,11 @@ With any arguments that pass the check in its row (``bounds``), a listed functio
 - returns a value that depends only on its arguments and torch's random state: no uninitialized or
   foreign memory, no address, no files or settings;
 - creates no more elements than ``bounds.ResultLimits``, in time proportional to the elements and
-  multiplications. A Python function, which holds the interpreter, takes time proportional to its
-  arguments.
+  multiplications, or if it is Python's, to its arguments.
 
-torch promises none of this; ``test_rpc_hostile_arguments.py`` tests every row. When you add a row,
-run that test in its nightly size (``TESTS_NIGHTLY=1``). Add only functions that programs call by
-name: a function of the program can call everything else.
+torch promises none of this; ``test_rpc_hostile_arguments.py`` tests every row. Run it with
+``TESTS_NIGHTLY=1`` when you add a row, and add only functions that programs call by name: a
+function of the program can call everything else.
 
 More layers can be run than created. A layer is created on zeroed, counted memory, so that
 ``torch.empty`` in a constructor shows nothing. Safe from any thread.
@@ -49,8 +48,7 @@ _OF_TORCH: dict[Check, tuple[str, ...]] = {
     bounds.multiplied: ("bmm", "dot", "matmul", "mm", "mv"),
     bounds.sized: ("ones", "rand", "randn", "zeros"),
 }
-# Not pow, <<, range and bytes, whose results can be large; nor sum, which may add a long int
-# repeatedly.
+# Not pow, <<, range, bytes: results can be large; nor sum, which may add a long int repeatedly.
 _OF_BUILTINS: dict[Check, tuple[str, ...]] = {
     bounds.plain: ("bool", "float", "int", "len", "max", "min"),
     bounds.numbers: ("abs",),
@@ -72,7 +70,6 @@ _TABLES: tuple[tuple[str, Any, dict[Check, tuple[str, ...]]], ...] = (
 )
 
 
-# By the names under which they travel.
 LISTED_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"{module}:{name}": getattr(place, name)
     for module, place, table in _TABLES

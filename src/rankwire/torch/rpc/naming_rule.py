@@ -5,14 +5,13 @@ torch sends functions as pickles, and a pickle can name anything. Here a functio
 
 1. Only modules that are already imported are searched.
 2. The module is ``__main__``, in the same package, a file beside it, or allowed by name. With
-  ``allow="decorated"`` only exposed functions and classes are found, in any module.
+   ``allow="decorated"`` only exposed functions and classes are found, in any module.
 3. Each further step goes through a class that was defined there. The target's own ``__module__``
-  and ``__qualname__`` must match, so imports and aliases are not found.
+   and ``__qualname__`` must match, so imports and aliases are not found.
 4. No name on the way begins with an underscore, unless the function is exposed or allowed.
-5. Creating an object runs only constructors of the program, not an inherited one of a library such
-  as ``subprocess.Popen``.
-6. Some functions and layers of torch and Python (``listed_functions``) are found as well, but not
-  with ``allow="decorated"``.
+5. Creating an object runs only constructors of the program, not those of a library such as
+   ``subprocess.Popen``.
+6. Without ``allow="decorated"``, ``listed_functions`` of torch and Python are found as well.
 
 Names are looked up in the dictionaries of modules and classes, never by ``getattr``, so that no
 property, module ``__getattr__`` or metaclass runs. Safe from any thread.
@@ -81,8 +80,7 @@ class NamingRule:
     Args:
         allow: Modules, with their submodules; ``module:qualname`` for one function; functions or
             classes; or ``"decorated"``.
-        anything: Whether every imported object is found: for worlds with pickle, where every rank
-            can run any code anyway.
+        anything: Whether every imported object is found, for worlds with pickle.
     """
 
     def __init__(self, allow: Iterable[Any] | str = (), *, anything: bool = False) -> None:

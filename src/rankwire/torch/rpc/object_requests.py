@@ -4,10 +4,9 @@ The owner creates objects, returns their values and calls their methods (``Objec
 request for an object that is still being created does not occupy a worker: its value is a deferred
 reply, and a thread of this module runs its methods when it is ready.
 
-A holder notifies the owner of handles that it passed on or released (``HandleUpdates``). A handle
-may become garbage in any thread at any moment, so its update goes into a queue. A thread sends the
-updates to each owner, one message at a time and in order, on which the owner relies. It waits for
-no owner.
+A holder notifies the owner of handles that it passed on or released (``HandleUpdates``). As a
+handle may become garbage in any thread at any moment, updates go into a queue. A thread sends them
+to each owner, one message at a time and in order, on which the owner relies.
 """
 
 from __future__ import annotations

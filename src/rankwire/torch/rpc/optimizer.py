@@ -1,8 +1,4 @@
-"""DistributedOptimizer: an optimizer on each rank that has parameters, stepped together.
-
-Each rank steps an optimizer of its own parameters with the gradients in its part of a distributed
-autograd context. No parameter or gradient is sent.
-"""
+"""DistributedOptimizer: each rank steps its own parameters, with its gradients in a context."""
 
 from __future__ import annotations
 

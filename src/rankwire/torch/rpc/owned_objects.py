@@ -1,22 +1,20 @@
 """Objects that this rank keeps because other ranks have handles of them.
 
 Handles are counted by giver and holder; an object that no rank holds is dropped here. A lost rank's
-handles are released when the failure detector reports the loss, without timers. A rank can only
-count handles that it gave or was given, and only if it knows the object's key.
+handles are released when the loss is detected, without timers. A rank can only count handles that
+it gave or was given, and only if it knows the object's key.
 
 Updates of handles travel on several connections and may arrive out of order:
 
 - A rank that passes a handle on notifies the owner before its own release, but the receiver's
-  update may arrive first. So counts may be below zero for a moment, and an object is dropped only
-  when all are zero.
+  update may arrive first. So counts may be below zero, and an object is dropped when all are zero.
 - A handle that is sent back to the owner may still be in flight when its sender releases it. So a
   release says how many were sent back, and the object is kept until these arrive.
 - A handle may be used before the call that creates its object arrives. Then the object is
   *expected*, and calls wait for it. It may never be created, so each rank may have
   ``MOST_EXPECTED`` such objects and waiting calls here.
 
-``OwnedObjects._lock`` guards the table and all counts. Under it, only the lock of ``Claims`` is
-taken, which is a leaf.
+``OwnedObjects._lock`` guards the table and all counts. Only the lock of ``Claims`` is taken in it.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from weakref import WeakValueDictionary
 from rankwire import runtime
 from rankwire.errors import ConfigurationError, OverloadedError
 
-# For each rank. A rank has at most 1,024 calls to another one in flight, so an honest one reaches
-# this only with handles of 16 ranks whose calls are all in flight.
+# For each rank. An honest one exceeds this only with handles of 16 ranks, 1,024 calls in flight
+# each.
 MOST_EXPECTED = 16_384
 
 _NEVER_MADE = (

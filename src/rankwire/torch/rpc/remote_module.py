@@ -82,10 +82,7 @@ class RemoteModule(nn.Module):  # type: ignore[misc]
     @staticmethod
     @exposed
     def init_from_module_rref(remote_device: str, module_rref: RRef[Any]) -> RemoteModule:
-        """Return a ``RemoteModule`` for an existing module.
-
-        As with torch, the module need not be on ``remote_device``.
-        """
+        """Return a ``RemoteModule`` for an existing module, which may be on another worker."""
         if not isinstance(module_rref, RRef):
             raise TypeError(f"module_rref is an RRef, not {type(module_rref).__name__}")
         on = _worker_of(remote_device)

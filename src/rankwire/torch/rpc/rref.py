@@ -1,7 +1,4 @@
-"""RRef: a handle of an object on some rank.
-
-The owner counts the handles of other ranks (``owned_objects``); its own handles have the object.
-"""
+"""RRef: a handle of an object on some rank, which counts its handles (``owned_objects``)."""
 
 from __future__ import annotations
 

@@ -65,10 +65,7 @@ NOT_INITIALIZED = (
 
 
 class Session:
-    """This process among the workers. Every method is safe from any thread.
-
-    The session owns the backend. A timeout of 0 is no limit. It serves ``threads`` calls at once.
-    """
+    """This process among the workers; it owns the backend. Every method is safe from any thread."""
 
     def __init__(
         self,
@@ -230,8 +227,7 @@ class _Gather:
 class Gatherer:
     """Gathers values of several workers at the first one by name. Safe from any thread.
 
-    Replies are deferred until all workers have called or one is lost, which the error names. No
-    callback runs under ``_lock``.
+    Replies wait until all workers have called or one is lost. No callback runs under ``_lock``.
     """
 
     def __init__(self, session: Session) -> None:

@@ -1,8 +1,4 @@
-"""Leave the workers: ``shutdown``.
-
-A graceful shutdown waits until every worker has called it or is lost, and no call is in progress on
-any rank: a call may have started others that no caller waits for.
-"""
+"""Leave the workers: ``shutdown``, which waits until no call is in progress on any rank."""
 
 from __future__ import annotations
 

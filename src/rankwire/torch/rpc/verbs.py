@@ -2,8 +2,8 @@
 
 Each verb checks its sender first; ``SENDERS`` says which ones it accepts:
 
-- *Holder*: has a handle of the object, proved by the key in its id (63 random bits), even if the
-  owner has not been notified by the rank that passed it on.
+- *Holder*: has a handle of the object, proved by the key in its id (63 random bits), even before
+  the rank that passed it on has notified the owner.
 - *Creator*: the rank in the object's id. *Conductor*: the rank in the number of the backward pass.
 - *Member*: knows the context's id, of which 48 bits are random.
 
