@@ -83,8 +83,7 @@ class Deadline:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"
 
 
-# For operations that must not wait. Do not derive other deadlines from it: its clock belongs to no
-# world.
+# For operations that must not wait. Its clock is no world's: derive no deadlines from it.
 AT_ONCE = Deadline(0.0, REAL_TIME)
 
 

@@ -47,8 +47,7 @@ def hand_over(work: Callable[..., object], *args: Any) -> None:
         return
     _due.put((work, args))  # safe even if the collector interrupted another put
     try:
-        # One C call, so that an interrupt (Ctrl-C) cannot remove the item without starting a
-        # thread.
+        # One C call: an interrupt (Ctrl-C) cannot remove the item without starting a thread.
         deque(starmap(runtime.start_new_thread, starmap(_idle.pop, ONCE)), 0)
     except IndexError:  # the thread is already running
         return

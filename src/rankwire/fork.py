@@ -43,13 +43,12 @@ def guard(thing: Any, close: Callable[[Any], None] = methodcaller("close_in_chil
 
 def renew_in_child(lock: runtime.Lock) -> None:
     """Release a module's lock in every child, where the thread that held it does not exist."""
-    # The standard library does the same. There is no public way to do it, and a new lock would not
-    # reach code that imported the old one.
+    # As the standard library does: there is no public way, and code may have imported this lock.
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def invalidate(thing: object) -> None:
-    """Make every use of an object raise in a child, by replacing its class, except closing."""
+    """Replace an object's class in a child, so that every use but ``close`` raises."""
     kind = type(thing)
     if kind not in _invalidated:
         _invalidated[kind] = _invalidated_class(kind)

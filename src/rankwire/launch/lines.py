@@ -153,10 +153,7 @@ class LineSplitter:
 
 
 class StreamLines:
-    """Splits one output stream of a rank into lines to print. For one thread.
-
-    With ``redraws``, the caller redraws ``rows``; else they become a line every few seconds.
-    """
+    """Splits one output stream of a rank into lines, or redrawn ``rows``. For one thread."""
 
     def __init__(self, *, redraws: bool = False) -> None:
         self.rows: list[bytes] = []

@@ -302,8 +302,7 @@ def collected_signals(
 ) -> Iterator[Callable[[], list[int]]]:
     """Yield a function that returns the signals since its last call. Main thread only.
 
-    Signals wake ``selector``. Several of one kind may count as one. Ignored signals stay ignored,
-    as ``nohup`` and background shells expect.
+    Signals wake ``selector``. Several of one kind may count as one. Ignored ones stay ignored.
     """
     with contextlib.ExitStack() as stack:
         reader, writer = ends = runtime.socketpair()

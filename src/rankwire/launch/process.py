@@ -193,8 +193,7 @@ class Process:
 class OomCounter:
     """Notices when the kernel kills a process because memory ran out.
 
-    The kernel counts such kills for the memory cgroup, which the launcher shares with its ranks, or
-    for the whole host, but does not say which process it killed.
+    The kernel counts these in the memory cgroup or on the host, without naming the process.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

@@ -1,7 +1,6 @@
 """Explain an error by what other ranks are doing.
 
-Answers are short, printable text in an error, whatever the peer sends. Asking takes a limited time
-after the timeout, and none after a short timeout, as programs use to poll.
+Answers become short, printable text. Asking takes limited time, and none after a short timeout.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def explain_delay(
 
 
 def explain_silence(silent: Mapping[int, float], error: DeadlineExceededError) -> None:
-    """Add the silent ranks to an error, with the seconds since their last heartbeat.
-
-    They may be the cause even if the operation waited for other ranks, which wait for them in turn.
-    """
+    """Add the silent ranks to an error: awaited ranks may be waiting for them."""
     for rank in sorted(silent)[:_MOST_ASKED]:
         error.explain(f"rank {rank} has not been heard for {silent[rank]:.1f} s")
 

@@ -120,7 +120,10 @@ def _where(error: BaseException) -> str:
 
 
 def folded(lines: Sequence[str]) -> list[str]:
-    """Return a traceback without rankwire's frames, except origins of foreign errors."""
+    """Return a traceback's lines with one line for each run of frames inside rankwire.
+
+    Keep a frame that raised an error of another package: it may be our defect.
+    """
     found: list[str] = []
     ours: list[list[str]] = []  # the frames to fold, as lines
     margin = ""

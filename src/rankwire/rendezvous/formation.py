@@ -243,7 +243,7 @@ class Formation:
         self._coordinator.wait_formed(deadline)
 
     def _find_key_of(self, hello: Hello) -> bytes:
-        """Return a claimed rank's key, or a random one if unknown. On the acceptor's thread."""
+        """Return the key of the claimed rank, or a random key. On the acceptor's thread."""
         if hello.purpose is Purpose.JOIN and self._coordinator is not None:
             return self.keys.of_rank(hello.rank)
         is_of_a_rank = hello.purpose in BETWEEN_RANKS

@@ -161,7 +161,7 @@ class LauncherLink:
             self._connection.fail(error)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, or raise the connection's error."""
+        """Return the messages that have arrived; raise RankwireError on loss or an invalid one."""
         if self._connection.failure is not None:
             raise _of_a_launcher(self._connection.failure)
         try:

@@ -78,7 +78,7 @@ class Membership:
         self.has_ended = False
 
     def begin(self, heard_already: list[Frame]) -> None:
-        """Begin with the frames received after the world."""
+        """Begin, before the acceptor starts, with the frames received after the world."""
         self._acceptor.watch(self._control, self._heard, self._ended)
         self._acceptor.call_every(self._patience.beat, self._beat)
         self._heard(heard_already)

@@ -295,7 +295,7 @@ def read_integer(environ: Environment, name: str) -> int:
 
 
 def expand_nodes(text: str) -> Iterator[str]:
-    """Yield the names in Slurm's list ``gpu[01-03,7],login``, or raise ConfigurationError."""
+    """Yield the names in a list such as ``gpu[01-03,7],login``, or raise ConfigurationError."""
     names = [found[0] for found in _NAME.finditer(text)]
     if not names or ",".join(names) != text:
         raise _not_a_list(text)

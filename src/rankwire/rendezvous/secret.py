@@ -44,10 +44,7 @@ _from_environment: bytes | None = None
 
 
 def given_secret(secret: bytes | str | None, *, loopback: bool, insecure: bool) -> bytes | None:
-    """Return the user's secret, or None if rank 0 is to write one to a file.
-
-    Raises ConfigurationError if a secret is needed but missing, or is too short.
-    """
+    """Return the user's secret, None if rank 0 writes one, or raise ConfigurationError."""
     found = _given_or_read(secret)
     if found is not None and len(found) < MIN_SECRET_NBYTES:
         raise ConfigurationError(

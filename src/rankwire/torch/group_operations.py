@@ -225,8 +225,7 @@ class OperationWork(dist._Work):  # type: ignore[misc]
         """Return a future that completes with the operation; its callbacks may use the group."""
         if self._future is None:
             ended: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            # In a callback: DDP's C++ reads the exception of ``set_exception`` as tensors and
-            # crashes.
+            # In a callback: DDP's C++ reads ``set_exception``'s exception as tensors and crashes.
             self._future = ended.then(lambda _: self._outcome())
             if self._work is None:
                 ended.set_result([])

@@ -6,7 +6,7 @@ With any arguments that pass the check in its row (``bounds``), a listed functio
 - returns a value that depends only on its arguments and torch's random state: no uninitialized or
   foreign memory, no address, no files or settings;
 - creates no more elements than ``bounds.ResultLimits``, in time proportional to the elements and
-  multiplications, or if it is Python's, to its arguments.
+  multiplications, or for a Python function, to its arguments.
 
 torch promises none of this; ``test_rpc_hostile_arguments.py`` tests every row. Run it with
 ``TESTS_NIGHTLY=1`` when you add a row, and add only functions that programs call by name: a

@@ -30,8 +30,7 @@ from weakref import WeakValueDictionary
 from rankwire import runtime
 from rankwire.errors import ConfigurationError, OverloadedError
 
-# For each rank. An honest one exceeds this only with handles of 16 ranks, 1,024 calls in flight
-# each.
+# For each rank. An honest one needs handles of 16 ranks with 1,024 calls in flight each.
 MOST_EXPECTED = 16_384
 
 _NEVER_MADE = (

@@ -52,10 +52,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def wait_for_all(session: Session, timeout: float) -> None:
-    """Return when every rank has called this or is lost, and no call is in progress on any rank.
-
-    That is so when no rank had one in two rounds in a row, and none made or served one in between.
-    """
+    """Return when each rank called this or is lost, and two rounds in a row found no call."""
     limit = timeout if timeout > 0.0 else math.inf
     deadline = Deadline(limit, session.agent.backend.clock)
     farewell = _Farewell(session.agent.backend, deadline)
