@@ -83,7 +83,7 @@ class Deadline:
         return f"<Deadline {self.remaining():.3f} s of {self.limit:g} s left>"
 
 
-# For operations that must not wait. Its clock is no world's: derive no deadlines from it.
+# For operations that must not wait. Its clock is not a world's, so derive no deadlines from it.
 AT_ONCE = Deadline(0.0, REAL_TIME)
 
 

@@ -37,7 +37,7 @@ def guard(thing: Forkable) -> None: ...
 @overload
 def guard(thing: T, close: Callable[[T], None]) -> None: ...
 def guard(thing: Any, close: Callable[[Any], None] = methodcaller("close_in_child")) -> None:
-    """Call ``close(thing)``, or else ``close_in_child``, in every child forked while it exists."""
+    """Call ``close(thing)``, or its ``close_in_child``, in every child forked while it exists."""
     _guarded[thing] = close
 
 

@@ -29,7 +29,7 @@ _FELL_BECAUSE = re.compile(r"failed because of rank \d+: ")
 # At the start of a line; the quoted traceback of another rank is indented or behind a bar.
 _TRACEBACK = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)")
 _PLAIN_LINES = 10
-# Seconds to wait for other failures, one of which may be to blame. Exits after a raise take less.
+# Seconds to wait for other failures, one of which may be to blame: longer than an exit takes.
 _SETTLE = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a restart
 

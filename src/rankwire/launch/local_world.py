@@ -1,7 +1,6 @@
 """Start a world from a notebook, script or prompt, and run functions on it: ``rankwire.local``.
 
-Ranks are processes, or threads of a simulated world, which cannot be interrupted. A killed
-simulated rank has ended at once: no thread waits for its thread, which may continue.
+Ranks are processes, or threads of a simulated world, which cannot be interrupted.
 """
 
 from __future__ import annotations

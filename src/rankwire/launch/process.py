@@ -231,9 +231,8 @@ def _counter_files(root: Path) -> list[Path]:
 class Subreaper:
     """Adopts orphans of ranks from construction until ``close``. For one thread.
 
-    A process that calls ``setsid`` leaves its rank's process group, and when its parent ends, it is
-    no longer a descendant of the rank. As a subreaper (Linux), the launcher becomes its parent.
-    Elsewhere, ``is_adopting`` is False and ``find`` returns nothing.
+    A process that calls ``setsid`` leaves its rank's group and, when its parent ends, the rank's
+    descendants. As a subreaper (Linux only: ``is_adopting``), the launcher becomes its parent.
     """
 
     def __init__(self, reaper: Reaper) -> None:

@@ -81,8 +81,8 @@ class Losses:
     ) -> RankwireError:
         """Record a lost peer, and return its error with the root cause added.
 
-        ``cause`` is the rank that the peer blamed for its failure. ``is_told`` is whether a
-        coordinator could have reported the loss.
+        ``cause`` is the rank that the peer blamed; ``is_told``, whether a coordinator reports
+        losses.
         """
         peer, first = error.peer, self._first()
         if peer is None or error.root is not None:

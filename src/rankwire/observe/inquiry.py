@@ -108,8 +108,7 @@ def fit(answer: Answer) -> Answer:
 def calls_of(answer: Answer, rank: int, ranks: Collection[int]) -> dict[Key, ActiveCall] | None:
     """Return the calls that ``rank`` described, or None if the answer is inconsistent.
 
-    It must name calls of ``rank`` only, which need only ``ranks``: those that its agent may call. A
-    call that it omits counts as running.
+    It must name calls of ``rank`` only, which need ``ranks`` only. A call that it omits is running.
     """
     needs = answer.needs if len(answer.needs) <= _MOST_NEEDS else ()
     told = {call.key: replace(call, needs=needs) if call.workers else call for call in answer.calls}

@@ -26,9 +26,9 @@ _PAUSE = 0.1  # seconds between two rounds over all addresses
 class Reachability:
     """Connects to each joining rank on a separate thread, and closes the connection again.
 
-    Behind address translation or a firewall, a rank's advertised address may not work. The methods
-    run on the acceptor's thread. It calls ``on_answer`` for each rank that is still connected, with
-    its connection, its join request, and why it cannot be reached or "".
+    Behind address translation or a firewall, a rank's advertised address may not work. The
+    acceptor's thread calls ``on_answer`` with the connection, the join request and an error text or
+    "".
     """
 
     def __init__(

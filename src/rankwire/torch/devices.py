@@ -1,7 +1,7 @@
 """Handle tensors that are not in host memory.
 
 The group's backend for their device (``"cpu:rankwire,cuda:nccl"``) handles them, created at first
-use, as torch creates none for a custom group class. Otherwise the host gets copies.
+use, as torch creates none for a custom group class. Without one, copies in host memory are used.
 """
 
 from __future__ import annotations

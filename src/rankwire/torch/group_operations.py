@@ -1,4 +1,4 @@
-"""Arguments, operations and handles of torch's groups. Errors have ours as ``__cause__``."""
+"""Arguments, operations and handles of torch's groups. Errors have rankwire's as ``__cause__``."""
 
 from __future__ import annotations
 

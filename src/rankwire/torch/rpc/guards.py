@@ -2,9 +2,8 @@
 
 Sharing an object does not share all that its class can do: an array can write a file. A method may
 be called if the naming rule opens the class that defines it, or if it is in a table here, which
-follows the rule of ``listed_functions`` (not with ``allow="decorated"``). The name is looked up in
-the class, so that nothing stored in the object is called. In worlds with pickle every method may be
-called, as with torch.
+follows the rule of ``listed_functions`` (not with ``allow="decorated"``). It is looked up in the
+class, so that nothing stored in the object is called. With pickle, every method may be called.
 """
 
 from __future__ import annotations
