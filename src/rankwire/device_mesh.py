@@ -151,6 +151,8 @@ class DeviceMesh:
     ) -> tuple[SubBackend, ...]:
         """Create the group of this rank along every axis. All ranks must call this.
 
+        After an error, the groups created so far are closed.
+
         Args:
             backend: The ranks of this mesh. It must stay open; the caller closes the groups.
             timeout: As for ``subgroup``, for each group.
@@ -161,8 +163,7 @@ class DeviceMesh:
         Raises:
             ConfigurationError: The backend has another number of ranks.
             MembershipError: Another rank creates a different group, for example of another mesh.
-            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time. The
-                groups created so far are closed.
+            DeadlineExceededError: ``waiting_for`` has the ranks that did not confirm in time.
         """
         with ExitStack() as unfinished:
             groups = tuple(
