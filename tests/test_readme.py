@@ -67,10 +67,6 @@ def test_no_line_of_the_pages_is_too_long_to_read():
     assert not long
 
 
-# Pages that still name files that are gone; to be emptied.
-STILL_NAME_WHAT_IS_GONE = {"docs/data-path.md"}
-
-
 def test_the_pages_name_files_that_exist():
     root = README.parent
     folders = [path.name for path in (root / "src/rankwire").iterdir() if path.is_dir()]
@@ -78,7 +74,6 @@ def test_the_pages_name_files_that_exist():
     gone = [
         f"{page.relative_to(root)}: {match[0]}"
         for page in (root / "README.md", root / "SECURITY.md", *root.glob("docs/*.md"))
-        if str(page.relative_to(root)) not in STILL_NAME_WHAT_IS_GONE
         for match in named.finditer(page.read_text())
         if not any((base / match[1]).exists() for base in (root / "src/rankwire", root / "tests"))
     ]

@@ -3,7 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from rankwire.observe.inquiry import calls_of, describe_calls, fit, list_calls, text_of
+from rankwire.errors import DeadlineExceededError
+from rankwire.observe.inquiry import (
+    calls_of,
+    describe_calls,
+    explain_unreceived,
+    fit,
+    list_calls,
+    text_of,
+)
 from rankwire.wire.control_messages import (
     MAX_ANSWER_NBYTES,
     MAX_MEMBER_NBYTES,
@@ -30,6 +38,19 @@ def test_much_is_summed_up():
     text = text_of(answer, 2)
     assert text.startswith("thread 0; thread 1; ")
     assert text.endswith("it has served 'f3' of rank 1 for 1 s; and 12 more")
+
+
+@pytest.mark.parametrize(
+    ("tags", "text"),
+    [
+        ({7: 1}, "1 message is waiting to be received from rank 1: 1 with tag 7"),
+        ({9: 2, 7: 1}, "3 messages are waiting to be received from rank 1: 1 with tag 7, 2 with"),
+    ],
+)
+def test_messages_that_wait_to_be_received_are_counted(tags, text):
+    late = DeadlineExceededError(1.0, waiting_for=[1])
+    explain_unreceived({1: tags}.__getitem__, late)
+    assert text in str(late)
 
 
 def test_an_answer_that_says_nothing_has_no_text_and_no_answer_an_empty_one():

@@ -248,7 +248,7 @@ def test_being_out_of_descriptors_is_told_as_such(monkeypatch, own_runtime_folde
 def test_a_socket_that_has_connected_to_itself_has_reached_nobody():
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    with pytest.raises(NoConnectionError, match="nobody listens"):
+    with pytest.raises(NoConnectionError, match="no process listens"):
         sockets.connect(sock, sock.getsockname(), "itself", Deadline(PATIENCE), lambda: None)
     assert sock.fileno() == -1, "and it is closed"
 

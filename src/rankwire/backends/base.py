@@ -71,7 +71,7 @@ class Backend(MessagePosting):
         incarnation: How many times a launcher has restarted this rank alone.
         timeout: Default timeout of operations, in seconds.
         max_message_nbytes: Largest message sent or accepted.
-        clock: The clock that all waits use.
+        clock: The clock that all waits of its world use.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
     """
@@ -184,7 +184,7 @@ class Backend(MessagePosting):
         The caller owns it.
 
         Args:
-            src: The rank to receive from, or ``ANY_RANK``, as for ``irecv``; ``recv_any`` also
+            src: The rank to receive from; or ``ANY_RANK``, as for ``irecv``. ``recv_any`` also
                 returns the sender.
             tag: The tag it was sent with.
             timeout: Seconds; 0 takes only what has arrived; None is the backend's default.
@@ -210,9 +210,10 @@ class Backend(MessagePosting):
         The buffer must have the size of the message. Its content is undefined until this returns.
 
         Raises:
-            SizeMismatchError: The sizes differ; message and buffer stay as they were.
-            ConfigurationError: The buffer is read-only, has gaps, or holds references, as an array
-                of objects does. The message stays receivable.
+            SizeMismatchError: The sizes differ; the message stays receivable and the buffer is
+                untouched.
+            ConfigurationError: The buffer is read-only, has gaps, or holds references, such as an
+                array of objects. The message stays receivable.
         """
         if isinstance(src, AnyRank):
             return self._ask_into("recv_into", buffer, src, tag, timeout).wait()  # type: ignore[no-any-return]
@@ -232,7 +233,7 @@ class Backend(MessagePosting):
     def send_array(self, array: Any, dst: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send a numpy array or a dense torch tensor on the CPU, with its dtype and shape.
 
-        Copies it only if it has gaps between its elements. Otherwise as ``send``.
+        This copies it only if it has gaps between its elements. Otherwise as ``send``.
 
         Raises:
             UnsupportedTypeError: It is not an array or tensor, or its dtype cannot be sent.
@@ -335,7 +336,7 @@ class Backend(MessagePosting):
 
         Raises:
             DeadlineExceededError: ``waiting_for`` lists the ranks that did not enter.
-            CollectiveAbortedError: Another rank has given up.
+            CollectiveAbortedError: Another rank failed in the barrier.
             CollectiveMismatchError: Another rank is in another operation.
             PeerLostError: A rank is lost, or was restarted after this group was made.
         """
@@ -403,11 +404,12 @@ class Backend(MessagePosting):
     def on_peer_joined(self, callback: OnJoined) -> Callable[[], None]:
         """Call ``callback(rank, incarnation)`` when a peer was restarted and has joined.
 
-        Also for peers that have joined already, and always after the ``on_peer_lost`` of the old
-        process. From then on messages and calls to the rank go to the new process, whose
-        ``incarnation`` is 1, 2 and so on; those to the old one have failed. This group has no
-        barriers and collectives any more: all its members must make a new group (``SubBackend``).
-        ``rankwire run --on-failure restart`` restarts ranks. Otherwise as ``on_peer_lost``.
+        It is also called for peers that joined again before now, and always after the
+        ``on_peer_lost`` of the old process. From now on messages and calls to the rank go to the
+        new process, whose ``incarnation`` is 1, 2 and so on; those to the old one have failed.
+        Barriers and collectives of this group fail from now on: all members must make a new group
+        (``SubBackend``). ``rankwire run --on-failure restart`` restarts ranks. Otherwise as
+        ``on_peer_lost``.
         """
         return self.mesh.events.on_joined(callback)
 

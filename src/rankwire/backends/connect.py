@@ -64,13 +64,13 @@ Environment = MutableMapping[str, str]
 def connect(**options: Any) -> TcpBackend:
     """Join the world that this process was started for, and return when it is complete.
 
-    Supports, in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel MPI, Slurm's
-    ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. It logs which
-    one it used. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``, ``mpich``,
-    ``slurm``, ``env``) chooses another one.
+    This looks for a launcher in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel
+    MPI, Slurm's ``srun``, and plain ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+    It logs which one it used. ``RANKWIRE_LAUNCHER`` (``rankwire``, ``torchrun``, ``openmpi``,
+    ``mpich``, ``slurm``, ``env``) chooses another one.
 
-    May be called again in the same process after the first backend was closed, by all ranks alike.
-    Safe from any thread.
+    When the backend is closed, a process can call this again, if all ranks do. Safe from any
+    thread.
 
     ``RANKWIRE_LISTEN``, ``RANKWIRE_ADVERTISE`` and ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,

@@ -133,9 +133,9 @@ class MessagePosting(PublicDir):
     def irecv(self, src: Source, tag: int = 0, timeout: float | None = None) -> MessageHandle:
         """Post a receive for the next message from ``src`` with this tag; do not wait for it.
 
-        Receives get messages in the order in which they were posted. ``ANY_RANK`` takes the next
-        message from any rank: those of one rank in their order, and no rank is starved. Such a
-        receive goes on while any of the other ranks is up.
+        Receives are served in the order in which they were posted. With ``ANY_RANK`` it takes the
+        next message from any rank: messages of one rank in their order, and from all ranks in
+        turn. It fails only when all other ranks are lost or have left.
 
         Args:
             src: The rank to receive from, or ``ANY_RANK``.

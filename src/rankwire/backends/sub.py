@@ -47,8 +47,8 @@ class SubBackend(Backend):
     order; the constructor returns when all have confirmed. After a ``DeadlineExceededError`` the
     program may make it again with the same members.
 
-    Errors name ranks of this group; a note on each gives the rank of the parent, and texts from
-    lower layers use the parent's numbers.
+    Errors name ranks of this group; a note on each says which rank of the parent that is. Texts
+    that other ranks have reported use the parent's numbers.
 
     Args:
         parent: The backend whose ranks these are. It is not closed with the group, and must stay

@@ -60,7 +60,7 @@ class TcpBackend(Backend):
             The coordinator tries it before it admits the rank.
         suspect_after: Seconds of silence after which a rank is suspected. This only calls
             ``on_peer_suspected``. The smallest value of all ranks applies.
-        fail_after: Seconds of silence after which a rank is given up with
+        fail_after: Seconds of silence after which a rank is removed with
             ``PeerUnresponsiveError``, although its connection is open: it is stopped, swapping, or
             holds the interpreter lock. Dead processes and cut links are noticed sooner. At least
             0.1. The smallest value of all ranks applies.

@@ -243,7 +243,7 @@ def message(
         cls: A dataclass, enum, namedtuple or msgspec Struct; with hooks any class.
         name: Its name on the wire; by default its qualified name. A class that is defined again
             replaces the former one.
-        take: Returns what is sent in place of an instance, as for :meth:`Codec.register`.
+        take: Returns what is sent in place of an instance, as for ``Codec.register``.
         build: Returns an instance, made of what ``take`` returned.
 
     Returns:

@@ -71,13 +71,13 @@ _unpack_plain: Callable[[memoryview], Any] = unpacker_of(object)
 class Codec(PublicDir):
     """Encodes values to payloads and decodes payloads to values.
 
-    It carries exactly: None, bool, int, float, complex, Decimal, Fraction, str, bytes, bytearray,
+    Its types are: None, bool, int, float, complex, Decimal, Fraction, str, bytes, bytearray,
     list, tuple, dict, set, frozenset, OrderedDict, defaultdict, Counter, deque, range, slice,
     datetime, date, time, timedelta, UUID, paths; numpy arrays, also structured ones, and scalars
     without objects; dense torch tensors and parameters on the CPU, sizes, dtypes, devices, layouts
     and memory formats; members and instances of registered enums, dataclasses, namedtuples and
-    msgspec Structs, and classes with hooks (:meth:`register`). Values nest up to 32 deep. A
-    subclass counts as another type. ``docs/what-can-i-send.md`` lists the limits.
+    msgspec Structs, and classes with hooks (``register``). Values nest up to 32 deep. A
+    subclass counts as another type. ``docs/what-can-i-send.md`` has the limits.
 
     What changes: a memoryview arrives as bytes; a time zone becomes its UTC offset; an array or
     tensor with gaps arrives without them; a read-only array arrives writable; a tensor arrives
@@ -196,7 +196,7 @@ class Codec(PublicDir):
 
         Returns:
             The buffers to send, in order, and the sum of their lengths. Some are the memory of
-            arrays, which must not change until they are sent. If they are not, call :meth:`undo`.
+            arrays, which must not change until they are sent. If they are not, call ``undo``.
 
         Raises:
             UnsupportedTypeError: A value cannot be sent, or is nested too deeply.

@@ -47,7 +47,7 @@ def authenticate(
     """
     stream = policy.dial(stream_of(sock), deadline, check)
     if objection := policy.objection_to(stream, hello.listener):
-        raise AuthenticationError(f"the other end is somebody else: {objection}")
+        raise AuthenticationError(f"the other end is another process: {objection}")
     initiator = Initiator(
         replace(hello, protection=policy.protection_of(stream)),
         key=key,

@@ -55,7 +55,9 @@ def explain_unreceived(
         if tags:
             listed = ", ".join(f"{tags[tag]} with tag {tag}" for tag in sorted(tags)[:_MOST_TAGS])
             more = ", ..." if len(tags) > _MOST_TAGS else ""
-            error.explain(f"messages of rank {rank} lie here unreceived: {listed}{more}")
+            count = sum(tags.values())
+            waiting = "1 message is" if count == 1 else f"{count} messages are"
+            error.explain(f"{waiting} waiting to be received from rank {rank}: {listed}{more}")
 
 
 def text_of(answer: Answer | None, asker: int) -> str | None:

@@ -184,7 +184,7 @@ class AgentCalls:
             FunctionNotFoundError: The rank has no such function.
             DeadlineExceededError: No result in time; ``may_have_run`` says whether the function
                 may have run.
-            PeerLostError: The peer is gone; it has the same attribute.
+            PeerLostError: The peer is lost; the error has ``may_have_run`` too.
             CircularCallError: While serving a call: this call and others wait for each other.
             CallCancelledError: While serving a call: its caller does not want the result any more.
             OverloadedError: A limit was reached; the function did not run.

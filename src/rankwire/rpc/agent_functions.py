@@ -54,15 +54,16 @@ class AgentFunctions:
         names do not begin with an underscore.
 
         Arrays and long byte strings in a result are read after the function has returned, until the
-        caller has them. If they change meanwhile, the caller may get a mix of old and new. Of an
-        array that changes, return ``array.copy()``, made under the lock that guards it.
+        caller has them. If they change meanwhile, the caller may get some old and some new values.
+        If other code changes the array, return ``array.copy()``, made under the lock that guards
+        it.
 
         A function may return a ``concurrent.futures.Future``, also that of another call. Then the
         thread that ends the future sends the reply, without waiting for the caller. Any number of
-        calls may wait so, whatever ``workers`` is. The future is cancelled if the call's deadline
-        passes, its caller cancels it or is gone, or this agent closes. A call made by a callback of
-        the future is part of the call which its thread serves, if any; in callbacks of an
-        ``RpcFuture``, of the call in which the future was made.
+        calls can wait like this, whatever ``workers`` is. If the call's deadline passes, its caller
+        cancels it or is gone, or this agent closes, the future is cancelled. A call made by a
+        callback of the future is part of the call which its thread serves, if any; in callbacks of
+        an ``RpcFuture``, of the call in which the future was made.
 
         Args:
             name: The name to call it by; by default the function's own name, or that of the
@@ -109,7 +110,7 @@ class AgentFunctions:
 
         Args:
             kind: The class, an ``Exception``.
-            name: Module and qualified name of the class at the callee, if not those it has here.
+            name: Module and qualified name of the class at the callee, if they differ there.
 
         Raises:
             ConfigurationError: It is not such a class, or one that other ranks must not raise

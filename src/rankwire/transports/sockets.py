@@ -120,7 +120,7 @@ def connect(
             raise NoConnectionError(f"cannot connect to {name}: {os.strerror(code)}")
         if sock.family != runtime.AF_UNIX and sock.getsockname() == sock.getpeername():
             # TCP simultaneous open: dialling a free ephemeral port can connect a socket to itself.
-            raise NoConnectionError(f"cannot connect to {name}: nobody listens there")
+            raise NoConnectionError(f"cannot connect to {name}: no process listens there")
     except BaseException:
         sock.close()
         raise
