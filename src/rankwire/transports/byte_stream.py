@@ -6,7 +6,6 @@ CONTRIBUTING says how to add a transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from termios import FIONREAD
 from typing import Literal, Protocol
 
@@ -151,10 +150,15 @@ class ByteStream:
 def look_at(descriptor: int) -> Look:
     """Return how to ask a descriptor whether it has bytes to read; it does not show the end.
 
-    A read that fails costs an exception, 0.9 us more.
+    A read that fails costs an exception, 0.9 us more; ``ioctl`` with bytes that it must copy, 0.5.
     """
-    ask = partial(runtime.ioctl, descriptor, FIONREAD, NOTHING_TO_READ)
-    return ask, NOTHING_TO_READ, bool, None, None
+    waiting = bytearray(4)
+
+    def is_idle() -> bool:
+        runtime.ioctl(descriptor, FIONREAD, waiting)
+        return waiting == NOTHING_TO_READ
+
+    return is_idle, True, bool, None, None
 
 
 class Listener(Protocol):
