@@ -13,7 +13,7 @@ EVERY_RPC ?= 1
 # CI runs a failed test once more, alone: RETRY='python3 tools/retry_failed.py'.
 RETRY ?=
 SUITE = $(VENV)/bin/pytest --quiet --overview -n $(WORKERS) --dist worksteal
-TORCH_TESTS := tests/codec/test_tensors.py tests/codec/test_tensors.py \
+TORCH_TESTS := tests/codec/test_tensors.py \
 	tests/backends/test_torch_arrays.py tests/test_what_can_i_send.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
 	tests/rendezvous/test_schedulers.py tests/torch_programs

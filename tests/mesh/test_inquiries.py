@@ -335,7 +335,7 @@ def test_the_calls_that_a_rank_serves_are_told():
             world[0].recv(1, timeout=LIMIT)
         assert "it has served 'slow' of rank 0 for 0." in str(info.value)
         assert world[1].status().peers[0].serving == ("slow",)
-        assert "served: slow" in str(world[1].status())
+        assert "serving: slow" in str(world[1].status())
         go_on.set()
         assert running.result()
 

@@ -36,7 +36,7 @@ class FakeJob:
         self.refused = reason
         self.done.set()
 
-    def finished(self, seconds):
+    def note_pace(self, seconds):
         self.seconds = seconds
         self.function.is_slow = seconds > 0.1
 

@@ -363,7 +363,7 @@ def test_the_pace_of_a_function_is_learned_from_its_calls(server, was_slow, seco
     call, waiting = server.serve(ran), server.serve(ran)
     waiting.function = call.function
     call.function.is_slow = was_slow
-    call.finished(seconds)
+    call.note_pace(seconds)
     assert call.function.is_slow is waiting.function.is_slow is is_slow
 
 

@@ -57,7 +57,7 @@ class PeerStatus:
             (self.in_flight, f"{self.in_flight} calls in flight"),
             (self.waiting_for, f"waited for: {', '.join(self.waiting_for)}"),
             (self.unreceived, f"unreceived: {', '.join(self.unreceived)}"),
-            (self.serving, f"served: {', '.join(self.serving)}"),
+            (self.serving, f"serving: {', '.join(self.serving)}"),
             (self.reason, self.reason),
         )
         return ", ".join(text for is_known, text in parts if is_known)

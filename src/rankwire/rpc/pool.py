@@ -30,7 +30,7 @@ from rankwire.fork import guard
 _log = logging.getLogger("rankwire")
 
 _CHECK_EVERY = 0.001
-_SLOW = 0.001  # a function that runs longer delays other calls
+SLOW = 0.001  # a function that runs longer delays other calls
 _SPARE_CHECK = 0.003  # if nothing is served: at 1 ms there are 54 k calls a second, at 3 ms 65 k
 _CHECKS_UNTIL_ASLEEP = 50
 _LAZY_CHECK = 0.05
@@ -52,7 +52,7 @@ class Job(Protocol):
     def function(self) -> Paced: ...  # noqa: D102
     def run(self, worker: Worker) -> None: ...  # noqa: D102
     def refuse(self, reason: str) -> None: ...  # noqa: D102
-    def finished(self, seconds: float) -> None: ...  # noqa: D102
+    def note_pace(self, seconds: float) -> None: ...  # noqa: D102
 
 
 class Limits(NamedTuple):
@@ -321,8 +321,8 @@ class Pool:
             job.run(worker)
         finally:
             seconds = now() - begin
-            if seconds > _SLOW or job.function.is_slow:
-                job.finished(seconds)
+            if seconds > SLOW or job.function.is_slow:
+                job.note_pace(seconds)
             with self._mutex:
                 # Under one lock with the role: a standby that takes the role of a finished job
                 # would make two pollers.

@@ -20,6 +20,7 @@ from rankwire.fork import guard
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.call import Call, serving
 from rankwire.rpc.messages import Outcome, Request
+from rankwire.rpc.pool import SLOW
 from rankwire.rpc.registry import Function
 from rankwire.rpc.reservations import SMALL_NBYTES
 from rankwire.texts import one_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from rankwire.rpc.replies import DeferredReply
     from rankwire.rpc.server import Server
 
-_SLOW = 0.001
 _FAST = 0.0002
 _SMALL_REPLY = 65536
 _CLOSE_PATIENCE = 1.0  # seconds for the tasks of the event loop to end
@@ -142,7 +142,10 @@ class ServedCall(Call):
         return None
 
     def answer_deferred(self, future: Future[Any]) -> None:
-        """Reply with a future's outcome, or that it was cut short, without waiting."""
+        """Reply with a future's outcome, or that it was cut short, without waiting.
+
+        Called again after an interrupt.
+        """
         self._reply_without_waiting(self._outcome_of(future))
 
     def _outcome_of(self, future: Future[Any]) -> Message:
@@ -223,9 +226,9 @@ class ServedCall(Call):
         """Notify the caller that the function will not run. Does not raise."""
         self._answer_at_once(self._server.replies.refusal(Outcome.OVERLOADED, reason))
 
-    def finished(self, seconds: float) -> None:
+    def note_pace(self, seconds: float) -> None:
         """Note whether the function is slow."""
-        if seconds > _SLOW:
+        if seconds > SLOW:
             self.function.is_slow = True
         elif seconds < _FAST:
             self.function.is_slow = False

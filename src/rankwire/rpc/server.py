@@ -281,5 +281,5 @@ class _Errand:
         """Run it all the same, on the polling thread."""
         self.run(None)
 
-    def finished(self, seconds: float) -> None:
+    def note_pace(self, seconds: float) -> None:
         pass

@@ -6,6 +6,7 @@ CONTRIBUTING says how to add a transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat, starmap
 from termios import FIONREAD
 from typing import Literal, Protocol
 
@@ -19,7 +20,7 @@ Exposure = Literal["none", "loopback", "network"]
 Look = tuple[
     Callable[[], object], object, Callable[[], object], Callable[[], object] | None, object
 ]
-NOTHING_TO_READ = bytes(4)  # what FIONREAD returns
+_NOTHING = bytes(4)  # what FIONREAD writes
 
 
 class Pollable(Protocol):
@@ -150,15 +151,12 @@ class ByteStream:
 def look_at(descriptor: int) -> Look:
     """Return how to ask a descriptor whether it has bytes to read; it does not show the end.
 
-    A read that fails costs an exception, 0.9 us more; ``ioctl`` with bytes that it must copy, 0.5.
+    A read that fails costs an exception, 0.9 us more, and ``ioctl`` with bytes instead of a buffer
+    0.5 us more. Each step of the iterator calls it and yields its result beside the buffer.
     """
     waiting = bytearray(4)
-
-    def is_idle() -> bool:
-        runtime.ioctl(descriptor, FIONREAD, waiting)
-        return waiting == NOTHING_TO_READ
-
-    return is_idle, True, bool, None, None
+    asking = starmap(runtime.ioctl, repeat((descriptor, FIONREAD, waiting)))
+    return zip(asking, repeat(waiting), strict=False).__next__, (0, _NOTHING), bool, None, None
 
 
 class Listener(Protocol):
