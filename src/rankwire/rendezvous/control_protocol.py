@@ -81,7 +81,7 @@ def _notice(message: Notice, by: Standing) -> str:
         return "what happens in a group that it is not in"
     if len(set(message.members)) != len(message.members):
         return "that a rank is in a group twice"  # it would be notified twice
-    return "who is missing" if message.state == "missing" else ""
+    return "which ranks are missing" if message.state == "missing" else ""
 
 
 def _once_formed(words: str) -> Callable[[Any, Standing], str]:
@@ -94,17 +94,17 @@ def _never(words: str) -> Callable[[Any, Standing], str]:
 
 _RIGHTS: dict[type, Callable[[Any, Standing], str]] = {
     Join: _join,
-    Beat: lambda message, by: "who else is silent" if message.silent else "",
+    Beat: lambda message, by: "which other ranks are silent" if message.silent else "",
     Fallen: _fallen,
     Gone: _gone,
-    Known: _once_formed("whom it knows"),
-    Question: _once_formed("whom it asks"),
+    Known: _once_formed("which ranks it knows"),
+    Question: _once_formed("a question"),
     Answer: _once_formed("what it does"),
     Notice: _notice,
     AgentSays: _once_formed("what its agents do"),
     Joined: _never("that a rank is back"),
-    Waiting: _never("who is missing"),
-    World: _never("who is in the world"),
+    Waiting: _never("which ranks are missing"),
+    World: _never("which ranks the world has"),
     Failed: _never("that the world will not form"),
     AgentAnswer: _never("what has become of agents"),
     Suspected: _never("that a rank is suspected"),

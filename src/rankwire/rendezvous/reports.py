@@ -141,7 +141,7 @@ class Reports:
             del asked[answer.number]
             self._deliver(rank, answer)
         else:
-            _log.debug("rank %d answers a question that nobody has asked", rank)
+            _log.debug("rank %d answers a question that no rank has asked", rank)
 
     def _deliver(self, rank: int, answer: Answer) -> None:
         if answer.asker == _SUMMARY:

@@ -358,7 +358,7 @@ class TlsContexts:
         if wanted in shown:
             return ""
         return (
-            f"its certificate is of {' and '.join(map(repr, shown)) or 'nobody by name'}, and that "
+            f"its certificate is of {' and '.join(map(repr, shown)) or 'no name'}, and that "
             f"of {'a launcher' if is_launcher else f'rank {who}'} is of {wanted!r} (Tls(names=))"
         )
 
