@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -27,6 +28,9 @@ with rankwire.connect() as backend:
 """
 
 
+LINE_OF_A_RANK = re.compile(r"\[rank \d+\] [^\n]*\n")
+
+
 class Screen:
     """A program in a terminal of its own, and somebody who types there."""
 
@@ -45,7 +49,8 @@ class Screen:
 
     def read_until(self, words, seconds=30.0):
         end = time.monotonic() + seconds
-        while words not in self.text:
+        # A line of another rank may come in the middle of what the debugger writes.
+        while words not in self.text and words not in LINE_OF_A_RANK.sub("", self.text):
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"{words!r} did not come; there is {self.text!r}"
             try:
