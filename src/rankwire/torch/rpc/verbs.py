@@ -40,7 +40,7 @@ ADOPT = "rankwire.torch.autograd:adopt"
 
 SENDERS = {
     APPLY: "any worker; the rule for names decides what it runs",
-    GATHER: "a worker that takes part, to the first of those that do",
+    GATHER: "a participating worker, to the first participant",
     MAKE: "the creator of the new object",
     MAKE_BY_METHOD: "the creator of the new object, if it holds the other one",
     FETCH: "a holder",
