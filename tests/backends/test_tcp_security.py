@@ -182,14 +182,26 @@ def test_the_old_way_to_say_insecure_is_gone():
 # -- what a world listens on
 
 
-def listening_addresses(port):
-    """Return the addresses at which this host listens on a port, from the kernel."""
+def own_descriptors():
+    """Return what the descriptors of this process refer to."""
     found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(str(path.readlink()))
+    return found
+
+
+def listening_addresses(port):
+    """Return the addresses at which this process listens on a port, from the kernel.
+
+    Another test's process may listen on the same port at another address.
+    """
+    found, own = set(), own_descriptors()
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
             host, number = local.split(":")
-            if state == "0A" and int(number, 16) == port:
+            if state == "0A" and int(number, 16) == port and f"socket:[{inode}]" in own:
                 words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
                 found.add(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)))
     return found
