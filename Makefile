@@ -45,7 +45,7 @@ $(DOCS)/ready: pyproject.toml
 demo: $(VENV)/ready  ## train a model with a parameter server on N=4 ranks of this machine
 	$(VENV)/bin/rankwire run -n $(N) examples/parameter_server.py
 
-test: $(VENV)/ready  ## run the tests but the slow ones (under 4 minutes on 2 cores, with set-up)
+test: $(VENV)/ready  ## run the tests but the slow ones (4 to 6 minutes on 2 cores, with set-up)
 	TESTS_QUICK=1 $(SUITE) -m 'not slow'
 
 test-all: $(VENV)/ready  ## run all tests, as CI does

@@ -112,7 +112,12 @@ def measure(source: Path, name: str, options: argparse.Namespace) -> float:
     address = free_address()
     command = [sys.executable, "-m", "benchmarks.compare", options.commit, "--only", name]
     command += ["--seconds", str(options.seconds), "--address", address, "--rank"]
-    environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{ROOT}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{source}{os.pathsep}{ROOT}",
+        # The installed entry point is this checkout's; the other commit may not have its module.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     ranks = [
         subprocess.Popen(
             [*command, str(rank)],

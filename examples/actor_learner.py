@@ -33,7 +33,7 @@ SIZE = len(WORLD)
 MOVES = [(-1, 0), (0, 1), (1, 0), (0, -1)]
 PRIZES = {"G": 1.0, "O": -1.0}
 LONGEST_EPISODE, WIND, DISCOUNT = 60, 0.1, 0.98
-EPISODES_PER_UPDATE, RATE = 24, 0.1
+EPISODES_PER_UPDATE, RATE = 24, 0.03
 
 Episode = tuple[np.ndarray, np.ndarray, np.ndarray]
 

@@ -66,7 +66,8 @@ class Deadline:
 
     def sooner(self, limit: float) -> Deadline:
         """Return this deadline, or one ``limit`` seconds from now if that is earlier."""
-        return self if self.remaining() <= limit else Deadline(limit, self.clock)
+        now = self._now
+        return self if self._end - now() <= limit else Deadline(limit, self.clock)
 
     def take(self, lock: runtime.Lock, grip: list[bool]) -> bool:
         """Acquire a lock in time, and note it in ``grip``; return whether it is acquired.

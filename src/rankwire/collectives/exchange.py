@@ -242,8 +242,8 @@ class Exchange(ABC):
     def _interval(self) -> float:
         if 0 < self._looks < 3:
             return _LOOK_FOR_ANSWER
-        interval = LOOK_EVERY * max(1, self._backend.world_size // _MANY)
-        return min(interval, max(LOOK_EVERY, _LONGEST_LOOK))
+        times = self._backend.world_size // _MANY
+        return LOOK_EVERY if times < 2 else min(LOOK_EVERY * times, max(LOOK_EVERY, _LONGEST_LOOK))
 
     def expect_into(self, src: int, step: int, out: Array) -> Arriving:
         """Post a receive of an array into ``out``, so that it can arrive while this rank sends.

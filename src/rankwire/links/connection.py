@@ -106,10 +106,6 @@ class Connection(FrameReader):
         self._spin = spin or Spin(0.0, clock)
         self._pid = pid
         self._may_share = single_copy and seals is None
-        # A ring does not check for too large messages, so all that fit must be allowed.
-        self._may_offer = (
-            self._may_share and self._spin.most > 0.0 and CAN_SHARE and max_nbytes >= RING_NBYTES
-        )
         self._unanswered = Unanswered(clock)
         self.outbox = Outbox(
             stream,
@@ -196,7 +192,9 @@ class Connection(FrameReader):
     def introduce(self, *, is_read: bool = True) -> None:
         """On a new connection, send the introduction, and a ring offer if ``is_read``."""
         if isinstance(self.stream, UnixStream):
-            if is_read and self._may_offer:
+            # A ring does not check for too large messages, so all that fit must be allowed.
+            is_ring_safe = CAN_SHARE and self.parser.max_nbytes >= RING_NBYTES
+            if is_read and is_ring_safe and self._may_share and self._spin.most > 0.0:
                 self._offer_ring(self.stream)
             self.send(*self._protocol.introduction(), AT_ONCE)
             self._take_offer()

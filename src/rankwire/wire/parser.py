@@ -73,8 +73,8 @@ class FrameParser:
     """
 
     __slots__ = (
-        "_allocate", "_between", "_buffer_nbytes", "_max_nbytes", "_seal", "_seal_nbytes",
-        "find_place", "ring", "state", "violation",
+        "_allocate", "_between", "_buffer_nbytes", "_seal", "_seal_nbytes",
+        "find_place", "max_nbytes", "ring", "state", "violation",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +90,7 @@ class FrameParser:
         # The place between two frames, if there is a buffer and no seal. ``take_in`` compares by
         # identity: if the place is this tuple, the next frame may be taken as it comes.
         self._between: _Place | None = None
-        self._max_nbytes = max_nbytes
+        self.max_nbytes = max_nbytes
         self._seal = seal
         self._seal_nbytes = 0 if seal is None else SEAL_NBYTES
         buffer = bytearray()
@@ -195,7 +195,7 @@ class FrameParser:
             rest[: end - start] = view[start:end]
             buffer, view, start, end = rest, memoryview(rest), 0, end - start
         place = _Place(start, end, sealed, buffer, view, large)
-        if end or large is not None or self._seal is not None or self._max_nbytes < len(buffer):
+        if end or large is not None or self._seal is not None or self.max_nbytes < len(buffer):
             return place
         if self._between is None or self._between.buffer is not buffer:
             self._between = place
@@ -265,9 +265,9 @@ class FrameParser:
                 if self.violation is not None:
                     break
             channel, number, group, tag, nbytes = HEADER.unpack_from(buffer, start)
-            if channel not in CHANNELS or number != sequence or nbytes > self._max_nbytes:
+            if channel not in CHANNELS or number != sequence or nbytes > self.max_nbytes:
                 self.violation = describe_violation(
-                    channel, number, sequence, nbytes, self._max_nbytes
+                    channel, number, sequence, nbytes, self.max_nbytes
                 )
                 break
             body = start + HEADER_NBYTES
