@@ -40,11 +40,12 @@ MAY_IMPORT = {
     "mesh": {*LEAVES, *TO_THE_WIRE, "observe", "rendezvous"},
     "backends": {*LEAVES, *TO_THE_WIRE, "codec", "observe", "rendezvous", "mesh"},
     "rpc": {*LEAVES, "codec", "wire", "links", "observe", "mesh", "backends"},
+    "services": {*LEAVES, "codec", "backends", "rpc"},
     "collectives": {*LEAVES, "codec", "wire", "observe", "mesh", "backends"},
     "device_mesh": {"errors", "backends", "override"},
     "testing": {
         *LEAVES, "codec", "wire", "observe", "rendezvous", "mesh", "backends", "rpc",
-        "collectives", "launch",
+        "services", "collectives", "launch",
     },
     "launch": {*LEAVES, *TO_THE_WIRE, "codec", "observe", "backends", "rendezvous"},
     "cli": {"errors", "launch"},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
     "__init__": {
-        "errors", "codec", "observe", "transports", "backends", "rpc", "collectives",
+        "errors", "codec", "observe", "transports", "backends", "rpc", "services", "collectives",
         "device_mesh", "launch",
     },
 }  # fmt: skip

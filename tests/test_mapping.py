@@ -22,6 +22,7 @@ SHOWN_IN = {
     "links/frame_reader": "links/test_connection.py",
     "rpc/agent_functions": "rpc/test_agent.py",
     "rpc/caller": "rpc/test_agent.py",
+    "services/rpc_agent": "rpc/test_agent.py",
     "transports/tcp_stream": "transports/test_sockets.py",
     "transports/unix_stream": "transports/test_sockets.py",
     "transports/pipe": "transports/test_memory_stream.py",

@@ -19,9 +19,9 @@ from rankwire.codec.codec import Codec
 from rankwire.codec.hooks import BuildContext, TakeContext
 from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
-from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
+from rankwire.services.rpc_agent import RpcAgent
 
 __version__ = "0.2.0"
 

@@ -21,7 +21,7 @@ from rankwire.errors import (
     PeerUnresponsiveError,
     RankwireError,
 )
-from rankwire.rpc.agent import RpcAgent
+from rankwire.services.rpc_agent import RpcAgent
 from rankwire.wire.frames import Channel
 from real_time import Deadline
 from worlds import (

@@ -24,7 +24,7 @@ from rankwire.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from rankwire.rpc.agent import RpcAgent
+from rankwire.services.rpc_agent import RpcAgent
 from rankwire.testing.conformance.tools import (
     PATIENCE,
     SIZES,

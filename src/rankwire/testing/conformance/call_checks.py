@@ -21,7 +21,7 @@ from rankwire.errors import (
     RemoteError,
     UnsupportedTypeError,
 )
-from rankwire.rpc.agent import RpcAgent
+from rankwire.services.rpc_agent import RpcAgent
 from rankwire.testing.conformance.tools import agents_of, expect, work_until_cancelled
 from rankwire.testing.ranks import MakeWorld, in_parallel
 

@@ -8,8 +8,8 @@ from functools import partial
 from rankwire import runtime
 from rankwire.clock import REAL_TIME
 from rankwire.errors import CallCancelledError, DeadlineExceededError, RemoteError
-from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
+from rankwire.services.rpc_agent import RpcAgent
 from rankwire.testing.conformance.tools import agents_of, expect, until, work_until_cancelled
 from rankwire.testing.ranks import MakeWorld
 

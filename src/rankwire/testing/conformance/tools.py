@@ -12,8 +12,8 @@ import numpy as np
 from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.clock import REAL_TIME
-from rankwire.rpc.agent import RpcAgent
 from rankwire.rpc.call import current_call
+from rankwire.services.rpc_agent import RpcAgent
 from rankwire.testing.ranks import MakeWorld, in_parallel
 
 SIZES = (1, 2, 3, 4, 7)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.agent import Agent
 from rankwire.torch.rpc.autograd_contexts import (
     CONTEXT,
     COUNTER_BITS,
@@ -36,7 +36,7 @@ _engine: Engine | None = None  # set between ``init_rpc`` and ``shutdown``
 
 
 def attach(
-    agent: RpcAgent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
+    agent: Agent, run: Callable[[str, Any, Any], Any], time_limit: Callable[[], float]
 ) -> None:
     """Send calls in contexts through an agent; ``run(name, args, kwargs)`` serves one."""
     global _engine

@@ -22,7 +22,7 @@ from torch import Tensor
 from rankwire import runtime
 from rankwire.deadline import Deadline
 from rankwire.errors import PeerLostError, RankwireError, RemoteError
-from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.agent import Agent
 from rankwire.torch.rpc.autograd_contexts import COUNTER_BITS, Context, Contexts
 from rankwire.torch.rpc.autograd_pass import Gradients, LocalPass
 from rankwire.torch.rpc.verbs import ADOPT, ARRIVE, END, FAIL, REACH, RUN, register, sender
@@ -34,9 +34,7 @@ _MOST_PASSES = 1024  # in progress in one context
 class Engine:
     """Conducts passes, serves those of other ranks, and ends contexts. Safe from any thread."""
 
-    def __init__(
-        self, agent: RpcAgent, contexts: Contexts, time_limit: Callable[[], float]
-    ) -> None:
+    def __init__(self, agent: Agent, contexts: Contexts, time_limit: Callable[[], float]) -> None:
         self._agent = agent
         self.rank = agent.rank
         self.contexts = contexts

@@ -32,7 +32,7 @@ from rankwire.errors import (
     PeerLostError,
     RemoteError,
 )
-from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.agent import Agent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import verbs
 from rankwire.torch.rpc.autograd import backward_of
@@ -292,7 +292,7 @@ def _apply(
 class HandleUpdates:
     """Notifies owners of the handles of this rank. Every method is safe from any thread."""
 
-    def __init__(self, agent: RpcAgent) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._queue: runtime.SimpleQueue[tuple[int, Update | None]] = runtime.SimpleQueue()
         self._unsent: dict[int, list[Update]] = defaultdict(list)

@@ -16,7 +16,7 @@ from rankwire import runtime
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.errors import FunctionNotFoundError, OverloadedError, PeerLostError, RankwireError
-from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.agent import Agent
 from rankwire.rpc.future import RpcFuture
 from rankwire.torch.rpc import autograd
 from rankwire.torch.rpc.autograd_contexts import CONTEXT, TrackedCall
@@ -83,7 +83,7 @@ class Session:
         self.rule = rule
         self.timeout = timeout
         self.names: dict[Any, str] = {}  # of called functions
-        self.agent = RpcAgent(
+        self.agent = Agent(
             backend,
             name="rankwire.torch.rpc",
             timeout=math.inf,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rankwire.rpc.agent import RpcAgent
+from rankwire.rpc.agent import Agent
 from rankwire.rpc.call import current_call
 
 APPLY = "torch.rpc apply"
@@ -59,7 +59,7 @@ SENDERS = {
 }
 
 
-def register(agent: RpcAgent, functions: Mapping[str, Callable[..., Any]]) -> None:
+def register(agent: Agent, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Register verbs of ``SENDERS`` with an agent; each function checks its ``sender()``."""
     for verb, function in functions.items():
         assert verb in SENDERS, verb
