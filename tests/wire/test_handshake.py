@@ -99,14 +99,14 @@ def test_the_greeting_and_the_challenge_are_these_bytes():
     conversation.run()
     assert conversation.sent["HELLO"] == (
         b"rankwire"
-        + bytes.fromhex("0300 0100")
+        + bytes.fromhex("0400 0100")
         + job_id("job")
         + bytes.fromhex("05000000 04000000 02000000 00000000 0900000000000000")
         + NONCE_I
         + bytes(44)
     )
     assert conversation.sent["CHALLENGE"] == (
-        b"rankwire" + bytes.fromhex("0300") + bytes(22) + NONCE_R
+        b"rankwire" + bytes.fromhex("0400") + bytes(22) + NONCE_R
     )
 
 
@@ -292,7 +292,7 @@ def with_version(message, version):
     return message[:8] + struct.pack("<H", version) + message[10:]
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, 65535])
 def test_a_dialler_of_another_version_is_answered_so_that_it_learns_both_and_refused(version):
     responder = Responder(key=KEY, nonce=NONCE_R)
     challenge = responder.challenge(with_version(HELLO.pack(NONCE_I), version))
@@ -302,7 +302,7 @@ def test_a_dialler_of_another_version_is_answered_so_that_it_learns_both_and_ref
         responder.verify(bytes(PROOF_NBYTES))
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, 65535])
 def test_a_listener_of_another_version_is_named_with_both_versions(version):
     initiator = Initiator(HELLO, key=KEY, nonce=NONCE_I)
     challenge = Responder(key=KEY, nonce=NONCE_R).challenge(initiator.hello())

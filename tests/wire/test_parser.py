@@ -26,7 +26,10 @@ from rankwire.wire.parser import FrameParser
 BUFFER = 65536  # what one read takes at most; a frame that is larger gets memory of its own
 U64 = 2**64 - 1
 WHOLE_READ = 1 << 30
-LENDING = {Channel.MESSAGE, Channel.COLLECTIVE, Channel.CALL, Channel.REPLY}
+LENDING = {
+    *(Channel.MESSAGE, Channel.COLLECTIVE, Channel.STREAM, Channel.CALL, Channel.REPLY),
+    Channel.ITEM,
+}
 
 
 def frame_bytes(payload=b"", *, channel=Channel.MESSAGE, group=0, tag=0, sequence=0):
@@ -121,7 +124,7 @@ def payload_of(nbytes, seed=0):
         ),
         (
             (Channel.FAREWELL, U64, U64, U64, 2**32 - 1),
-            "08 00 0000 FFFFFFFF FFFFFFFFFFFFFFFF FFFFFFFFFFFFFFFF FFFFFFFFFFFFFFFF",
+            "0A 00 0000 FFFFFFFF FFFFFFFFFFFFFFFF FFFFFFFFFFFFFFFF FFFFFFFFFFFFFFFF",
         ),
         (
             (Channel.MESSAGE | LOAN, 0, 7, 48, 3),
@@ -139,12 +142,15 @@ def test_channels_have_these_numbers_on_the_wire():
     assert {channel.name: int(channel) for channel in Channel} == {
         "MESSAGE": 1,
         "COLLECTIVE": 2,
+        "STREAM": 3,
         "CALL": 4,
         "REPLY": 5,
         "CANCEL": 6,
         "CONTROL": 7,
-        "FAREWELL": 8,
-        "GREETING": 9,
+        "ITEM": 8,
+        "CREDIT": 9,
+        "FAREWELL": 10,
+        "GREETING": 11,
     }
     assert WORLD_GROUP == 0
 
@@ -288,7 +294,7 @@ def tampered(offset, value, *, sequence=0):
     return bytes(header)
 
 
-@pytest.mark.parametrize("channel", [0, 3, max(Channel) + 1, 127, 128, 255])
+@pytest.mark.parametrize("channel", [0, max(Channel) + 1, 127, 128, 255])
 def test_an_unknown_channel_is_refused(channel):
     with pytest.raises(ProtocolError, match=f"channel {channel}"):
         feed(FrameParser(), tampered(0, channel))

@@ -48,6 +48,19 @@ def check_rank(rank: int, world_size: int) -> int:
     return index
 
 
+def check_ranks(ranks: Iterable[int] | None, world_size: int) -> list[int]:
+    """Return ranks as plain integers, each once, in the given order; None means all ranks.
+
+    Raises ``InvalidRankError`` for an invalid rank, and ``ConfigurationError`` without ranks.
+    """
+    if ranks is None:
+        return [*range(world_size)]
+    chosen = [*dict.fromkeys(check_rank(rank, world_size) for rank in ranks)]
+    if not chosen:
+        raise ConfigurationError("no ranks are given; leave the argument out for all ranks")
+    return chosen
+
+
 def check_pickle(backend: Backend, allowed: bool) -> None:
     """Raise if pickles are allowed on unauthenticated connections."""
     if allowed and backend.security == "insecure":

@@ -353,11 +353,12 @@ def fail_calls(port: CallPort, on_call: Callable[[], None]) -> None:
         on_reply: Callable[[Receive], None] | None = None,
         hold: bool = False,
         limit: float = math.inf,
+        window: int = 0,
     ) -> Reply | None:
         if limit != math.inf and request_id not in waiting:  # reservations have no limit
             on_call()
             waiting.add(request_id)
-        reply = send(dst, request_id, message, deadline, on_reply, hold, limit)
+        reply = send(dst, request_id, message, deadline, on_reply, hold, limit, window)
         if reply is not None:
             waiting.discard(request_id)
         return reply

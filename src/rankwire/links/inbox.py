@@ -252,10 +252,11 @@ class Reply(Receive):
     """The pending reply of one call, which knows its inbox. Every method is safe from any thread.
 
     Attributes:
+        inbox: Receives it.
         translate: Puts group ranks into an error, if the call is a group's.
     """
 
-    __slots__ = ("_inbox", "request_id", "translate")
+    __slots__ = ("inbox", "request_id", "translate")
 
     def __init__(
         self, envelope: Envelope, on_done: Callable[[Receive], None] | None, inbox: Inbox
@@ -268,14 +269,14 @@ class Reply(Receive):
         self._cell = []
         self.error = None
         self.on_done = on_done
-        self._inbox = inbox
+        self.inbox = inbox
         self.request_id = envelope[2]
         self.translate: Callable[[RankwireError], None] | None = None
 
     def wait(self, deadline: Deadline) -> bytearray:
         """Return the reply, reading for other threads meanwhile; withdraw it at the deadline."""
         try:
-            payload = self._inbox.wait(self, deadline)
+            payload = self.inbox.wait(self, deadline)
             return payload if type(payload) is bytearray else whole_of(payload)
         except RankwireError as error:
             if self.translate is not None:
@@ -285,15 +286,15 @@ class Reply(Receive):
     def drive(self, deadline: Deadline) -> bool:
         """Wait until it is done; False at the deadline, and then it may still arrive."""
         if self.done:
-            self._inbox.call_back_due()  # its reader may have been interrupted before that
+            self.inbox.call_back_due()  # its reader may have been interrupted before that
             return True
-        self._inbox.send_held(deadline)
-        return self._inbox.drive(self, deadline)
+        self.inbox.send_held(deadline)
+        return self.inbox.drive(self, deadline)
 
     def withdraw(self) -> bool:
         """Cancel the reply; return False if it has arrived already."""
-        return self._inbox.withdraw(self)
+        return self.inbox.withdraw(self)
 
     def abort(self, error: RankwireError) -> bool:
         """Fail the reply at this end, within 0.1 s for a waiting thread; False if it is done."""
-        return self._inbox.abort(self, error)
+        return self.inbox.abort(self, error)

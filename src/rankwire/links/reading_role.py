@@ -97,6 +97,7 @@ class DeliveryMailbox(SharedMailbox):
             raise MessageWithdrawnError("the sender took the message back")
         with self._mutex:
             receive = self._mailbox.taker_of(envelope, len(payload))
+            is_wanted = receive is not None or envelope in self._arrived.kept
             if not self._fetch and payload.place is None:
                 if receive is not None and receive.is_awaited:
                     self._match(frames, only_first=True)
@@ -104,7 +105,7 @@ class DeliveryMailbox(SharedMailbox):
                 if receive is None and self._arrived.full:
                     return False
         if self._fetch:
-            if receive is None:
+            if not is_wanted:
                 payload.release()
                 self._arrived.dropped += 1
                 frames.popleft()

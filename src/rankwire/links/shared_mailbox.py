@@ -124,6 +124,30 @@ class SharedMailbox:
                 self._parked.wake(receive)
         self.call_back_due()
 
+    def keep(self, envelope: Envelope, most: int) -> None:
+        """Keep the messages of an envelope, ``most`` at once, until ``take_kept`` takes them."""
+        with self._mutex:
+            self._arrived.kept[envelope] = deque(maxlen=most)
+
+    def keep_no_more(self, envelope: Envelope) -> None:
+        """Drop the kept messages of an envelope. Idempotent."""
+        with self._mutex:
+            self._arrived.kept.pop(envelope, None)
+
+    def take_kept(self, receive: Receive, taken: deque[Payload]) -> bool:
+        """Move the kept messages of an envelope to ``taken``; post the receive if there are none.
+
+        Returns whether there were any.
+        """
+        with self._mutex:
+            kept = self._arrived.kept.get(receive.envelope)
+            if not kept:
+                self._mailbox.post(receive)
+                return False
+            while kept:
+                taken.extend(starmap(kept.popleft, ONCE))
+        return True
+
     def withdraw(self, receive: Receive) -> bool:
         """Cancel a receive and wake its threads; return False if it is done already."""
         with self._mutex:

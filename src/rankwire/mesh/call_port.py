@@ -25,8 +25,17 @@ from rankwire.fork import guard
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox, Reply
 from rankwire.links.send_handle import SendHandle, offer
-from rankwire.mesh.calls import OWN, CallCancelled, CallerGone, Describe, IncomingCall, PortEvent
+from rankwire.mesh.calls import (
+    OWN,
+    CallCancelled,
+    CallerGone,
+    CreditGiven,
+    Describe,
+    IncomingCall,
+    PortEvent,
+)
 from rankwire.mesh.outgoing_calls import EXPIRED, OutgoingCalls
+from rankwire.wire.credit import CREDIT_NBYTES, Credit, unpack_credit
 from rankwire.wire.frames import Channel, Envelope, Message, whole_of
 from rankwire.wire.receive import Receive
 
@@ -40,6 +49,7 @@ _POLLER_PATIENCE = 1.0
 _CANCEL_AGAIN = 0.005
 _LONGEST_SLEEP = 86_400.0
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
+_STREAM, _CREDIT = int(Channel.STREAM), int(Channel.CREDIT)
 
 
 class CallPort:
@@ -91,6 +101,7 @@ class CallPort:
         on_reply: Callable[[Receive], None] | None = None,
         hold: bool = False,
         limit: float = float("inf"),
+        window: int = 0,
     ) -> Reply | None:
         """Send a request; return its pending reply, or None if ``limit`` is reached.
 
@@ -104,16 +115,21 @@ class CallPort:
             hold: Whether the request may wait to be sent together with others; a wait for its
                 reply, ``attend`` or the next call to that rank sends it.
             limit: Maximum number of calls to that rank in flight.
+            window: If not 0, request the items of a stream, and keep so many that are not read.
         """
         try:
             try:
-                return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+                return self._calls.call(
+                    dst, request_id, message, deadline, on_reply, hold, limit, window
+                )
             except ChannelClosedError:
                 # The peer's agent has closed since the last call, and nothing of this request was
                 # sent. Dial again: the peer refuses if no new agent is open.
                 if self._closed is not None or self._ended is not None:
                     raise
-                return self._calls.call(dst, request_id, message, deadline, on_reply, hold, limit)
+                return self._calls.call(
+                    dst, request_id, message, deadline, on_reply, hold, limit, window
+                )
         except RankwireError:
             raise
         except BaseException:  # an interrupt: the request may be sent, and its reply is not wanted
@@ -127,6 +143,10 @@ class CallPort:
         """Cancel a call, now or by a retry; ``expired`` says that the caller's timeout passed."""
         if not self._calls.cancel(dst, request_id, expired=expired):
             self.wake()  # the thread in ``poll`` retries
+
+    def grant(self, reply: Reply, credit: Credit, deadline: Deadline) -> None:
+        """Grant the producer of a stream credit; ``reply`` is that of its request."""
+        self._calls.grant(reply, credit, deadline)
 
     def wait_for_room(self, dst: int, limit: int, deadline: Deadline) -> bool:
         """Wait until fewer than ``limit`` calls to a rank are in flight; False at the deadline."""
@@ -206,13 +226,19 @@ class CallPort:
             (group, channel, tag), payload = frames.popleft()
             if group != self.service:
                 continue  # a frame for another agent is invalid here
-            if channel == _CALL:
+            if channel == _CALL or channel == _STREAM:
                 if type(payload) is not bytearray:
                     try:
                         payload = whole_of(payload)
                     except RankwireError:
                         continue  # the caller cancelled or failed: the next read reports it
-                events.append(IncomingCall(src, tag, payload, connection))
+                incoming = IncomingCall(src, tag, payload, connection)
+                if channel == _STREAM:
+                    incoming.is_stream = True
+                events.append(incoming)
+            elif channel == _CREDIT:
+                if type(payload) is bytearray and len(payload) == CREDIT_NBYTES:
+                    events.append(CreditGiven(src, tag, unpack_credit(payload)))
             elif channel == _CANCEL:
                 expired = type(payload) is bytearray and payload == EXPIRED
                 events.append(CallCancelled(src, tag, expired))
@@ -231,20 +257,25 @@ class CallPort:
     # -- replies -----------------------------------------------------------------------------------
 
     def reply(
-        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
+        self,
+        call: IncomingCall,
+        message: Message,
+        deadline: Deadline,
+        hold: bool = False,
+        channel: int = _REPLY,
     ) -> None:
-        """Send the reply to a request; the caller may reuse the message's buffers on return.
+        """Send the reply to a request, or an item; the caller may reuse the buffers on return.
 
         With ``hold``, it may wait to be sent together with others; ``flush`` or the next ``poll``
         sends it.
         """
         connection = call.origin
         if connection is OWN:
-            self._calls.answer_own(call.request_id, message)
+            self._calls.answer_own(call.request_id, message, channel)
             return
         if self._ended is not None:  # the backend informs the callers, perhaps of an error
             raise self._ended.copy()
-        envelope = (self.service, _REPLY, call.request_id)
+        envelope = (self.service, channel, call.request_id)
         if message[1] >= connection.lend_from:
             if deadline.limit > 0.0:
                 self._reply_at_length(connection, call, envelope, message, deadline)
@@ -281,6 +312,13 @@ class CallPort:
         if handle is not None:
             handle.revoke()
 
+    def flush_held(self) -> bool:
+        """Send the held replies and items, if there are any; return whether there were."""
+        is_holding = bool(self._holding)
+        if is_holding:
+            self.flush()
+        return is_holding
+
     def flush(self) -> None:
         """Send the held replies, and retry the cancels."""
         for connection in list(self._holding):
@@ -302,9 +340,7 @@ class CallPort:
         ``patiently`` skips ranks whose connection a thread has read since the last call. Returns
         whether any call is in flight, or a reply was held.
         """
-        is_holding = bool(self._holding)
-        if is_holding:
-            self.flush()
+        is_holding = self.flush_held()
         return self._calls.unread.attend(patiently=patiently) or is_holding
 
     def attend_to(self, dst: int, reply: Reply) -> None:

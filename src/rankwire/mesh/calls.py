@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rankwire.wire.control_messages import ActiveCall, Key
+from rankwire.wire.credit import Credit
 
 # Describes calls, and the calls at this rank that they wait for; without keys, all in brief.
 Describe: TypeAlias = Callable[[Collection[Key]], list[ActiveCall]]
@@ -22,6 +23,7 @@ class IncomingCall(msgspec.Struct, eq=False):
         origin: The connection that brought the request and takes the reply; ``CallerGone`` reports
             its end. ``OWN`` for a call of this rank to itself.
         is_wanted: Whether the caller still wants the reply, as far as this rank knows.
+        is_stream: Whether the caller wants the items that the function yields.
     """
 
     # A Struct is made in C; a frozen dataclass takes 0.63 us, and each call makes one.
@@ -30,6 +32,7 @@ class IncomingCall(msgspec.Struct, eq=False):
     payload: bytearray
     origin: Any
     is_wanted: bool = True
+    is_stream: bool = False
 
     def __repr__(self) -> str:
         return f"<IncomingCall {self.request_id} from rank {self.src}, {len(self.payload)} bytes>"
@@ -42,6 +45,15 @@ class CallCancelled:
     src: int
     request_id: int
     expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CreditGiven:
+    """The caller takes so many items and bytes of a stream in all."""
+
+    src: int
+    request_id: int
+    credit: Credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +71,4 @@ class RepliesDue:
     call_back: Callable[[], None]
 
 
-PortEvent = IncomingCall | CallCancelled | CallerGone | RepliesDue
+PortEvent = IncomingCall | CallCancelled | CreditGiven | CallerGone | RepliesDue

@@ -13,7 +13,7 @@ from rankwire.links.inbox import Reply
 from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.calls import IncomingCall, PortEvent
 from rankwire.override import override
-from rankwire.wire.frames import Message
+from rankwire.wire.frames import Channel, Message
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
@@ -85,12 +85,13 @@ class GroupCallPort(CallPort):
         on_reply: Callable[[Receive], None] | None = None,
         hold: bool = False,
         limit: float = float("inf"),
+        window: int = 0,
     ) -> Reply | None:
         ranks = self._ranks
         ranks.check_member(dst)
         rank = ranks.world[dst]
         try:
-            reply = super().call(rank, request_id, message, deadline, on_reply, hold, limit)
+            reply = super().call(rank, request_id, message, deadline, on_reply, hold, limit, window)
         except RankwireError as error:
             raise ranks.adopted(dst, error) from error.__cause__
         if reply is not None:
@@ -127,11 +128,16 @@ class GroupCallPort(CallPort):
 
     @override
     def reply(
-        self, call: IncomingCall, message: Message, deadline: Deadline, hold: bool = False
+        self,
+        call: IncomingCall,
+        message: Message,
+        deadline: Deadline,
+        hold: bool = False,
+        channel: int = int(Channel.REPLY),
     ) -> None:
         try:
             self._ranks.check_member(call.src)
-            super().reply(call, message, deadline, hold)
+            super().reply(call, message, deadline, hold, channel)
         except RankwireError as error:
             raise self._ranks.adopted(call.src, error) from error.__cause__
 

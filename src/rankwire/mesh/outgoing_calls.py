@@ -20,9 +20,17 @@ from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import ChannelClosedError, DeadlineExceededError, RankwireError
 from rankwire.links.connection import Connection
 from rankwire.links.inbox import Inbox, Reply
-from rankwire.mesh.calls import OWN, CallCancelled, IncomingCall, PortEvent, RepliesDue
+from rankwire.mesh.calls import (
+    OWN,
+    CallCancelled,
+    CreditGiven,
+    IncomingCall,
+    PortEvent,
+    RepliesDue,
+)
 from rankwire.mesh.peers import dial_alone
 from rankwire.transports.poller import Poller
+from rankwire.wire.credit import CREDIT_NBYTES, Credit
 from rankwire.wire.frames import Channel, Message
 from rankwire.wire.handshake import Purpose
 from rankwire.wire.mailbox import Mailbox
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 
 _FAREWELL_PATIENCE = 0.2
 _CALL, _REPLY, _CANCEL = int(Channel.CALL), int(Channel.REPLY), int(Channel.CANCEL)
+_STREAM, _ITEM, _CREDIT = int(Channel.STREAM), int(Channel.ITEM), int(Channel.CREDIT)
 EXPIRED = b"\1"  # the payload of a cancel if the caller's timeout passed; otherwise it is empty
 # With more calls in flight than this, a call that no thread waits for yet is sent together with the
 # next ones: about a sixth more calls a second with 64 in flight (docs/decisions.md).
@@ -85,12 +94,13 @@ class OutgoingCalls:
         on_reply: Callable[[Receive], None] | None,
         hold: bool,
         limit: float,
+        window: int,
     ) -> Reply | None:
         """Send a request; see ``CallPort.call``."""
         inbox = self._inboxes.get(dst)
         if inbox is None or inbox.connection.failure is not None:  # type: ignore[union-attr]
             if dst == self._mesh.rank:
-                return self._call_own(request_id, message, on_reply, limit)
+                return self._call_own(request_id, message, on_reply, limit, window)
             inbox = self._dial(dst, deadline)
         in_flight = len(inbox.wanted_by)
         if in_flight >= limit:
@@ -100,11 +110,15 @@ class OutgoingCalls:
         connection: Connection = inbox.connection  # type: ignore[assignment]
         is_small = message[1] < connection.lend_from
         send = connection.send_small if is_small else connection.send
+        channel = _CALL
+        if window:
+            channel = _STREAM
+            inbox.keep((service, _ITEM, request_id), window)
         try:
             try:
                 inbox.expect(reply)
                 hold = hold and in_flight >= _HOLD_FROM
-                send((service, _CALL, request_id), message, deadline, hold, inbox)
+                send((service, channel, request_id), message, deadline, hold, inbox)
             finally:
                 if inbox.due:
                     inbox.call_back_due()
@@ -129,17 +143,22 @@ class OutgoingCalls:
         message: Message,
         on_reply: Callable[[Receive], None] | None,
         limit: float,
+        window: int,
     ) -> Reply | None:
         if self.closed is not None:
             raise self.closed.copy()
         if len(self.own.wanted_by) >= limit:
             return None
         reply = Reply((self._service, _REPLY, request_id), on_reply, self.own)
+        if window:
+            self.own.keep((self._service, _ITEM, request_id), window)
         try:
             self.own.post(reply)
             if not reply.done:
                 payload = bytearray().join(message[0])
-                self._tell(IncomingCall(self._own_rank, request_id, payload, OWN))
+                incoming = IncomingCall(self._own_rank, request_id, payload, OWN)
+                incoming.is_stream = bool(window)
+                self._tell(incoming)
         except BaseException:
             try:
                 self.own.withdraw(reply)
@@ -148,9 +167,18 @@ class OutgoingCalls:
             raise
         return reply
 
-    def answer_own(self, request_id: int, message: Message) -> None:
-        """Put the reply to a call of this rank to itself."""
-        self.own.put((self._service, _REPLY, request_id), bytearray().join(message[0]))
+    def answer_own(self, request_id: int, message: Message, channel: int) -> None:
+        """Put the reply to a call of this rank to itself, or an item."""
+        self.own.put((self._service, channel, request_id), bytearray().join(message[0]))
+
+    def grant(self, reply: Reply, credit: Credit, deadline: Deadline) -> None:
+        """Send a grant of credit; see ``CallPort.grant``."""
+        connection = reply.inbox.connection
+        if connection is None:
+            self._tell(CreditGiven(self._own_rank, reply.request_id, credit))
+        else:
+            message = ((credit.pack(),), CREDIT_NBYTES)
+            connection.send_small((self._service, _CREDIT, reply.request_id), message, deadline)
 
     def inbox_of(self, dst: int) -> Inbox | None:
         """Return the inbox of a rank's replies, if it has been called."""

@@ -20,8 +20,8 @@ from rankwire.errors import ChannelClosedError, ConfigurationError, PeerLostErro
 from rankwire.finalizers import close_at_exit
 from rankwire.fork import guard, invalidate
 from rankwire.mesh.calls import IncomingCall
-from rankwire.rpc.agent_calls import AgentCalls
 from rankwire.rpc.agent_functions import AgentFunctions
+from rankwire.rpc.agent_streams import AgentStreams
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.pool import Limits
 from rankwire.rpc.registry import Registry, Resolve, Resolver
@@ -44,7 +44,7 @@ class Activity(NamedTuple):
     steps: int  # grows by one with every call that it makes, and every time this is read
 
 
-class Agent(AgentCalls, AgentFunctions):
+class Agent(AgentStreams, AgentFunctions):
     """What calls and serves; described at ``services.rpc_agent.RpcAgent``."""
 
     def __init__(

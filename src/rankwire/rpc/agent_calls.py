@@ -61,7 +61,7 @@ class RemoteFunction(Generic[R]):
         return f"<remote function {self._name!r}>"
 
 
-class _Rank(Generic[R]):
+class RankFunctions(Generic[R]):
     """The functions of a rank. Other public attributes would hide functions of that name."""
 
     __slots__ = ("_description", "_make_call")
@@ -79,7 +79,7 @@ class _Rank(Generic[R]):
         return f"<functions of {self._description}{self._MANNER}>"
 
 
-class RemoteRank(_Rank[Any]):
+class RemoteRank(RankFunctions[Any]):
     """The functions of a rank; a call returns the function's result. Safe from any thread."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ class RemoteRank(_Rank[Any]):
         return self._make_call(function, args, kwargs)
 
 
-class AsyncRemoteRank(_Rank[RpcFuture[Any]]):
+class AsyncRemoteRank(RankFunctions[RpcFuture[Any]]):
     """The functions of a rank; a call returns its future. Safe from any thread."""
 
     __slots__ = ()

@@ -115,23 +115,32 @@ class NestedWaits:
         self._ask = ask
         self._numbers = itertools.count(1)
 
-    def drive(self, call: Call, made: MadeCall, deadline: Deadline, *, patient: bool) -> bool:
+    def drive(
+        self,
+        call: Call,
+        made: MadeCall,
+        deadline: Deadline,
+        *,
+        patient: bool,
+        drive: Callable[[Deadline], bool] | None = None,
+    ) -> bool:
         """Wait for the reply of a call made while serving ``call``; return False if it is late.
 
         In a cycle, the wait of the call that gives up ends with ``CircularCallError``. Unless
         ``patient``, the function waits for less than the call may take, so it is never stuck.
+        ``drive`` waits for something else that the call brings, such as an item.
         """
-        reply = made.reply
+        drive = made.reply.drive if drive is None else drive
         if not patient or not self._server.is_run_here(call):
-            return reply.drive(deadline)
+            return drive(deadline)
         # Most replies come soon: a wait is recorded only after this.
-        if reply.drive(deadline.sooner(_FIRST_CHECK)):
+        if drive(deadline.sooner(_FIRST_CHECK)):
             return True
-        wait = Wait(next(self._numbers), made.dst, made.name, [reply.request_id])
+        wait = Wait(next(self._numbers), made.dst, made.name, [made.reply.request_id])
 
         def is_over(patience: Deadline) -> bool:
             call.waiting = wait
-            return reply.drive(patience)
+            return drive(patience)
 
         try:
             return self._wait(call, is_over, deadline)

@@ -158,6 +158,8 @@ class ActiveCalls:
         elif job.needs_event_loop and (holder := self._event_loop_holder()) is not None:
             needs = [holder]
             doing = f"waits for the event loop, which {self.jobs[holder].name!r} blocks"
+        elif job.is_suspended:
+            doing = f"is suspended until rank {job.src} takes more of its items"
         elif job.deferred is not None:
             doing = "waits for the future that it returned"
             # Only an ``RpcFuture`` has a request id.

@@ -7,6 +7,7 @@ function serves is cancelled. It notifies the callee each time.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
@@ -33,6 +34,8 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.pending_futures import PendingFutures
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
+from rankwire.rpc.stream import Feed, Stream
+from rankwire.wire.credit import Window
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
@@ -46,8 +49,8 @@ class Caller:
         self, backend: Backend, port: CallPort, codec: Codec, server: Server, *, max_in_flight: int
     ) -> None:
         self._backend = backend
-        self._port = port
-        self._codec = codec
+        self.port = port
+        self.codec = codec
         self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False  # set by the agent
@@ -58,11 +61,12 @@ class Caller:
         self._server = server
         self._inquiries = CallInquiries(backend, port, server)
         self._nested_waits = NestedWaits(server, self._inquiries.ask)
+        self.open_streams: dict[int, int] = {}  # their ranks, by request id
         self.futures = PendingFutures(self, codec, self._allowance, self._inquiries)
 
     def activity(self) -> tuple[int, int]:
         """Return how many calls wait for a reply, and a number that every call increases."""
-        return max(len(self.futures.pending), self._port.in_flight()), next(self._ids)
+        return max(len(self.futures.pending), self.port.in_flight()), next(self._ids)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -81,11 +85,11 @@ class Caller:
                 dst = check_rank(dst, self._backend.world_size)
             chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
             left, max_nbytes = deadline.limit, self._max_nbytes
-            message = encode_request(self._codec, name, left, chain, args, kwargs, dst, max_nbytes)
+            message = encode_request(self.codec, name, left, chain, args, kwargs, dst, max_nbytes)
             reply = self._send(dst, next(self._ids), name, deadline, call, args, kwargs, message)
             try:
                 if call is not None:
-                    made = MadeCall(self._port, dst, name, reply)
+                    made = MadeCall(self.port, dst, name, reply)
                     call.began(made)
                     self._nested_waits.drive(call, made, deadline, patient=True)
                 payload = reply.wait(deadline)
@@ -105,7 +109,7 @@ class Caller:
                     call.ended(reply.request_id)
                 if self._allowance.taken:
                     self._allowance.give_back(reply.request_id)
-            return decode_reply(self._codec, payload, dst, deadline.limit)
+            return decode_reply(self.codec, payload, dst, deadline.limit)
         except RankwireError as error:
             raise self.explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
@@ -134,7 +138,7 @@ class Caller:
             if reply.done:
                 future.on_reply(reply)
             elif call is not None:
-                call.began(MadeCall(self._port, dst, name, reply))
+                call.began(MadeCall(self.port, dst, name, reply))
                 if future.done():  # the reply came just now
                     call.ended(request_id)
         except Exception as error:
@@ -142,9 +146,72 @@ class Caller:
                 self.futures.fail(future, error)
         except BaseException:  # an interrupt: the program does not get the future
             self.futures.settled(future)
-            self._port.cancel(dst, request_id)
+            self.port.cancel(dst, request_id)
             raise
         return future
+
+    def stream(
+        self,
+        dst: int,
+        name: str,
+        limit: float,
+        deadline: Deadline,
+        window: tuple[int, int],
+        call: Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Stream[Any]:
+        """Request a stream, each item within ``limit`` and all within the deadline."""
+        request_id = next(self._ids)
+        feed = Feed(self, dst, request_id, name, call, deadline)
+        first = deadline.sooner(limit)
+        try:
+            message = self._encode(dst, name, deadline.limit, call, args, kwargs)
+            self.open_streams[request_id] = dst
+            feed.reply = self._send(
+                dst, request_id, name, first, call, args, kwargs, message, None, feed, window[0]
+            )
+            if call is not None:
+                call.began(feed.made)
+            stream: Stream[Any] = Stream(feed, Window(*window), limit)
+            stream.grant(first)
+        except RankwireError as error:
+            self.stream_ended(feed)
+            raise self.explained(error, "stream", name, dst, first, call) from error.__cause__
+        except BaseException:  # an interrupt: the program does not get the stream
+            self.stream_ended(feed)
+            self.port.cancel(dst, request_id)
+            raise
+        return stream
+
+    def stream_ended(self, feed: Feed) -> None:
+        """Forget a stream. Idempotent."""
+        self.open_streams.pop(feed.request_id, None)
+        self._allowance.give_back(feed.request_id)
+        if feed.call is not None:
+            feed.call.ended(feed.request_id)
+
+    def wait_for_item(
+        self, feed: Feed, drive: Callable[[Deadline], bool], deadline: Deadline
+    ) -> bool:
+        """Wait as ``drive`` does; return False if the deadline passes first."""
+        call = serving.get()
+        if call is None:
+            return drive(deadline)
+        self._before_waiting(call)
+        return self._nested_waits.drive(call, feed.made, deadline, patient=True, drive=drive)
+
+    def stream_failed(self, feed: Feed, error: RankwireError, count: int) -> RankwireError:
+        """Return an error of a stream with what is known of it."""
+        deadline = feed.total
+        if isinstance(error, DeadlineExceededError) and not error.is_explained:
+            deadline = Deadline(error.limit, deadline.clock)
+            number = feed.request_id
+            explain = self._inquiries.explain_late(feed.dst, [number], error.limit)
+            explain(error, number, feed.name)
+        error = self.explained(error, "stream", feed.name, feed.dst, deadline, feed.call)
+        error.op = f"{error.op} after {count} items"
+        return error
 
     def _encode(
         self,
@@ -157,7 +224,7 @@ class Caller:
     ) -> Message:
         chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
         max_nbytes = self._max_nbytes
-        return encode_request(self._codec, name, left, chain, args, kwargs, dst, max_nbytes)
+        return encode_request(self.codec, name, left, chain, args, kwargs, dst, max_nbytes)
 
     def _send(
         self,
@@ -170,12 +237,15 @@ class Caller:
         kwargs: dict[str, Any],
         message: Message,
         future: RpcFuture[Any] | None = None,
+        feed: Feed | None = None,
+        window: int = 0,
     ) -> Reply:
         # The future is registered before the reply may come. A request that had to wait is encoded
         # again, because it states how much time is left.
         if self.closed or call is not None:
             self._check_may_send(call, message)
-        on_reply = None if future is None else future.on_reply
+        waiting = future if feed is None else feed
+        on_reply = None if waiting is None else waiting.on_reply
         has_space = message[1] <= SMALL_NBYTES
         while True:
             if future is not None:
@@ -184,34 +254,37 @@ class Caller:
             if not has_space:
                 has_space = True
                 if self._reserve(dst, request_id, message, deadline, call):
-                    message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
+                    left = (deadline if feed is None else feed.total).remaining()
+                    message = self._encode(dst, name, left, call, args, kwargs)
             try:
-                reply = self._port.call(
+                reply = self.port.call(
                     dst,
                     request_id,
                     message,
                     deadline,
                     on_reply,
-                    future is not None,
+                    waiting is not None,
                     self._max_in_flight,
+                    window,
                 )
             except BaseException as error:
                 self._not_sent(dst, request_id, message, error)
                 raise
             if reply is not None:
                 return reply
-            self._codec.undo(message)
+            self.codec.undo(message)
             self.futures.pending.pop(request_id, None)
             limit = self._max_in_flight
-            if not self._nested_waits.wait_for_room(call, self._port, dst, name, limit, deadline):
+            if not self._nested_waits.wait_for_room(call, self.port, dst, name, limit, deadline):
                 raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
-            message = self._encode(dst, name, deadline.remaining(), call, args, kwargs)
+            left = (deadline if feed is None else feed.total).remaining()
+            message = self._encode(dst, name, left, call, args, kwargs)
 
     def _not_sent(self, dst: int, request_id: int, message: Message, error: BaseException) -> None:
         if message[1] > SMALL_NBYTES:
             self._cancel_reservation(dst, request_id)
         if isinstance(error, Exception) and not getattr(error, "may_have_run", False):
-            self._codec.undo(message)
+            self.codec.undo(message)
 
     def _check_may_send(self, call: Call | None, message: Message) -> None:
         try:
@@ -220,7 +293,7 @@ class Caller:
             if call is not None:
                 self._before_waiting(call)
         except BaseException:
-            self._codec.undo(message)
+            self.codec.undo(message)
             raise
 
     def _give_up(self, reply: Reply, error: RankwireError, dst: int, name: str) -> None:
@@ -232,11 +305,11 @@ class Caller:
                 self._inquiries.explain_late(dst, [number], error.limit)(error, number, name)
         finally:  # the callee may not answer, and an interrupt may come
             expired = isinstance(error, DeadlineExceededError)
-            self._port.cancel(dst, reply.request_id, expired=expired)
+            self.port.cancel(dst, reply.request_id, expired=expired)
 
     def _take_back(self, reply: Reply, dst: int) -> None:
         reply.withdraw()
-        self._port.cancel(dst, reply.request_id)
+        self.port.cancel(dst, reply.request_id)
 
     # -- reservations for large calls --------------------------------------------------------------
 
@@ -247,7 +320,7 @@ class Caller:
         nbytes = message[1]
         if call is not None or self._allowance.take(dst, request_id, nbytes):
             return False
-        self._codec.undo(message)
+        self.codec.undo(message)
         try:
             self._ask_for_space(dst, request_id, nbytes, deadline)
         except BaseException as error:
@@ -262,11 +335,11 @@ class Caller:
 
     def _ask_for_space(self, dst: int, request_id: int, nbytes: int, deadline: Deadline) -> None:
         left, arguments = deadline.remaining(), (request_id, nbytes)
-        message = encode_request(self._codec, RESERVE, left, [], arguments, {})
-        reply = self._port.call(dst, next(self._ids), message, deadline)
+        message = encode_request(self.codec, RESERVE, left, [], arguments, {})
+        reply = self.port.call(dst, next(self._ids), message, deadline)
         assert reply is not None  # such requests are not limited
         try:
-            decode_reply(self._codec, reply.wait(deadline), dst, deadline.limit)
+            decode_reply(self.codec, reply.wait(deadline), dst, deadline.limit)
         except RankwireError:
             raise
         except BaseException:  # an interrupt, perhaps before ``wait`` began
@@ -275,7 +348,7 @@ class Caller:
 
     def _cancel_reservation(self, dst: int, request_id: int) -> None:
         self._allowance.give_back(request_id)
-        self._port.cancel(dst, request_id)
+        self.port.cancel(dst, request_id)
 
     # -- calls of functions that are being served --------------------------------------------------
 
@@ -293,7 +366,7 @@ class Caller:
         self._before_waiting(call)
         # A function that waits for less than the call's deadline can go on without the reply.
         patient = deadline is future.deadline
-        made = MadeCall(self._port, future.dst, future.name, reply)
+        made = MadeCall(self.port, future.dst, future.name, reply)
         return self._nested_waits.drive(call, made, deadline, patient=patient)
 
     def explained(

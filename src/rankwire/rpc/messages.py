@@ -39,6 +39,7 @@ _MAX_CHAIN_TEXT = 65536  # characters of all names; every nested call carries th
 _REQUEST_PATHS = ("name", "timeout", "chain", "args", "kwargs")
 _REPLY_PATHS = ("outcome", "result")
 _TEXT = frozenset((str,))
+_ATOMS = PLAIN | {bytes}
 
 
 class Outcome(IntEnum):
@@ -73,6 +74,7 @@ class _Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 # For small plain messages, msgspec checks the shape while it decodes, in C.
 _unpack_request = unpacker_of(Request)
 _unpack_reply = unpacker_of(_Reply)
+_unpack_items = unpacker_of(list)
 
 
 def encode_request(
@@ -141,6 +143,22 @@ def _is_chain(items: list[Any]) -> bool:
 def encode_result(codec: Codec, value: Any, peer: int | None = None) -> Message:
     """Return the reply that carries a function's result."""
     return codec.encode_record([0, value], _REPLY_PATHS, peer=peer)
+
+
+def encode_items(codec: Codec, values: list[Any], peer: int) -> Message:
+    """Return items of a stream as one message, without copying arrays."""
+    message = codec.encode_flat(values) if _ATOMS.issuperset(map(type, values)) else None
+    if message is None:
+        message = codec.encode_record(values, ("item",) * len(values), peer=peer)
+    return message
+
+
+def decode_items(codec: Codec, payload: bytearray, src: int) -> list[Any]:
+    """Return the items in a message of ``src``, or raise ``InvalidMessageError``."""
+    items = codec.decode(payload, _unpack_items, src)
+    if type(items) is not list or not items:
+        raise InvalidMessageError("the items of a stream are not a list")
+    return items
 
 
 def copied(encoded: Message) -> Message:

@@ -110,7 +110,7 @@ class PendingFutures:
 
     def check(self) -> bool:
         """End late futures, and read replies no thread waits for; return whether any is pending."""
-        if not self.pending:
+        if not (self.pending or self._caller.open_streams):
             return False
         self._expire_late()
         self.port.attend(patiently=True)

@@ -38,6 +38,7 @@ from rankwire.rpc.messages import (
     Outcome,
     copied,
     encode_failure,
+    encode_items,
     encode_reply,
     encode_result,
 )
@@ -112,6 +113,14 @@ class Replies:
             if isinstance(error, KeyboardInterrupt) and not is_patient:
                 raise
             return self.error(error)
+
+    def items(self, values: list[Any], peer: int) -> Message:
+        """Return items of a stream as one message. Raises what their encoding raises."""
+        message = encode_items(self._codec, values, peer)
+        if message[1] > self._max_nbytes:
+            self.discard(message)
+            raise MessageTooLargeError(message[1], self._max_nbytes)
+        return message
 
     def error(self, error: BaseException) -> Message:
         """Return the reply for a function that raised, shortened to fit a message."""

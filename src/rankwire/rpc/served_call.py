@@ -19,6 +19,7 @@ from rankwire.errors import CallCancelledError
 from rankwire.fork import guard
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.call import Call, serving
+from rankwire.rpc.item_sender import SMALL_REPLY
 from rankwire.rpc.messages import Outcome, Request
 from rankwire.rpc.pool import SLOW
 from rankwire.rpc.registry import Function
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from rankwire.rpc.server import Server
 
 _FAST = 0.0002
-_SMALL_REPLY = 65536
 _CLOSE_PATIENCE = 1.0  # seconds for the tasks of the event loop to end
 
 
@@ -68,6 +68,11 @@ class ServedCall(Call):
         """How long its function has run; without a worker, the time since the call came."""
         worker = self.worker
         return self.deadline.waited if worker is None else self._server.clock.now() - worker.began
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it is a stream whose reader grants no credit."""
+        return False
 
     @property
     def needs_event_loop(self) -> bool:
@@ -161,7 +166,7 @@ class ServedCall(Call):
         )
 
     def _reply_without_waiting(self, message: Message) -> None:
-        if message[1] <= _SMALL_REPLY:
+        if message[1] <= SMALL_REPLY:
             self._answer_at_once(message)
         else:
             self._server.run_soon(partial(self._send, message))

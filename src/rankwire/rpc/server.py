@@ -17,7 +17,13 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.mesh.call_port import CallPort
-from rankwire.mesh.calls import CallCancelled, CallerGone, IncomingCall, RepliesDue
+from rankwire.mesh.calls import (
+    CallCancelled,
+    CallerGone,
+    CreditGiven,
+    IncomingCall,
+    RepliesDue,
+)
 from rankwire.rpc.call import Call, describe_chain, serving
 from rankwire.rpc.call_inquiries import ServedCalls
 from rankwire.rpc.messages import (
@@ -32,6 +38,7 @@ from rankwire.rpc.registry import Function, Registry
 from rankwire.rpc.replies import Replies
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, Reservations, unpack_reservation
 from rankwire.rpc.served_call import EventLoop, ServedCall
+from rankwire.rpc.served_stream import ServedStream, ServedStreams
 from rankwire.wire.frames import Message
 
 _log = logging.getLogger("rankwire")
@@ -64,7 +71,12 @@ class Server:
         self.is_stopping = False  # running calls are being cancelled
 
         def check() -> bool:
-            return self.replies.deferred.check() | on_check()
+            return (
+                self.replies.deferred.check()
+                | self.streams.check()
+                | port.flush_held()
+                | on_check()
+            )
 
         self.pool = Pool(JobSource(self._poll, port.wake, check, on_end), limits, backend.clock)
         self.active = ServedCalls(backend.world, backend.rank, limits.workers, self.pool.queue)
@@ -77,6 +89,7 @@ class Server:
             run_soon=self.run_soon,
             expect_work=self.pool.expect_work,
         )
+        self.streams = ServedStreams(backend.clock, self.run_soon, self.pool.expect_work)
         self.event_loop = EventLoop(backend.clock)
         port.describe = self.active.describe
 
@@ -94,6 +107,10 @@ class Server:
                     continue
                 if job is not None:
                     jobs.append(job)
+            elif isinstance(event, CreditGiven):
+                stream = self.active.get((event.src, event.request_id))
+                if isinstance(stream, ServedStream) and stream.grant(event.credit):
+                    jobs.append(stream)
             elif isinstance(event, CallCancelled):
                 self._cancel(event)
             elif isinstance(event, CallerGone):
@@ -116,15 +133,19 @@ class Server:
             return None
         function = self.registry.functions.get(request.name)
         is_large = len(call.payload) > SMALL_NBYTES
-        if function is not None and not (self._draining or request.chain or is_large):
+        is_special = self._draining or request.chain or is_large or call.is_stream
+        if function is not None and not is_special:
             return ServedCall(self, call, request, function)
         refusal: Message | None = None
         if function is None or self._draining:
             function, refusal = self._answer_or_resolve(call, request, function)
         if function is not None:
             refusal = self._beyond_limits(call, request, is_large)
-            if refusal is None:
+            if refusal is None and not call.is_stream:
                 return ServedCall(self, call, request, function)
+            if refusal is None:
+                ServedStream(self, call, request, function)  # a grant has it begin
+                return None
         self._refuse(call, refusal)
         return None
 
@@ -169,6 +190,9 @@ class Server:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {MAX_DEPTH} deep: {chain}"
             return self.replies.refusal(Outcome.OVERLOADED, reason)
+        if call.is_stream and not self.streams.has_room(call.src):
+            reason = f"rank {call.src} has {self.streams.MOST} streams open here"
+            return self.replies.refusal(Outcome.OVERLOADED, reason)
         # A nested call does not wait for a worker, so it needs no space.
         if is_large and not request.chain:
             if not self.reservations.admit(call.src, call.request_id, len(call.payload)):
@@ -208,7 +232,7 @@ class Server:
         job.cancel(expired=expired)
         if self.pool.queue.take_back(job):  # free its place for other calls
             job.run(None)  # which only replies
-        if job.outgoing or job.deferred is not None:
+        if job.outgoing or job.deferred is not None or job.is_suspended:
             self.run_soon(job.cancel_pending)  # futures may have callbacks
 
     def _caller_gone(self, event: CallerGone) -> None:

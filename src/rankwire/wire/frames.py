@@ -85,17 +85,23 @@ class Channel(IntEnum):
 
     MESSAGE = 1
     COLLECTIVE = 2
+    STREAM = 3  # a request for the items of a stream
     CALL = 4
     REPLY = 5
     CANCEL = 6
     CONTROL = 7
-    FAREWELL = 8
-    GREETING = 9
+    ITEM = 8  # of a stream
+    CREDIT = 9  # how much of a stream may be sent
+    FAREWELL = 10
+    GREETING = 11
 
 
 # Set beside one of the lending channels if the payload is lent.
 LOAN = 1 << 8
-_LENDING = (Channel.MESSAGE, Channel.COLLECTIVE, Channel.CALL, Channel.REPLY)
+_LENDING = (
+    *(Channel.MESSAGE, Channel.COLLECTIVE, Channel.STREAM, Channel.CALL, Channel.REPLY),
+    Channel.ITEM,
+)
 
 # From here on, ``wire.protocol`` handles the frame: farewells, greetings and loans.
 FIRST_SPECIAL = int(Channel.FAREWELL)

@@ -37,7 +37,7 @@ from rankwire.errors import (
 )
 from rankwire.wire.seals import Protection, Seals, make_seals
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NONCE_NBYTES = 32
 LAUNCHER = 0xFFFFFFFF  # instead of a rank
 

@@ -32,14 +32,19 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
     """The messages that wait for a receive, by envelope; ``full`` at ``limit`` bytes or a million.
 
     Without ``keep``, messages are counted and dropped, such as replies to cancelled calls.
+
+    Attributes:
+        kept: The messages of some envelopes, such as the items of a stream. They count nowhere: the
+            receiver's credit limits them, and its queue drops what a sender sends beyond it.
     """
 
-    __slots__ = ("_keep", "_limit", "_refused", "count", "dropped", "full", "nbytes")
+    __slots__ = ("_keep", "_limit", "_refused", "count", "dropped", "full", "kept", "nbytes")
 
     def __init__(self, *, keep: bool, limit: int) -> None:
         self._keep = keep
         self._limit = limit
         self._refused: deque[Envelope] | None = None  # made with the first
+        self.kept: dict[Envelope, deque[Payload]] = {}
         self.count = self.nbytes = self.dropped = 0
         self.full = False
 
@@ -47,7 +52,9 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
         self, key: Envelope, payload: Payload, source: Iterable[Payload], *, first: bool = False
     ) -> None:
         """Keep a message without a receive, as the first or last of its key, or drop it."""
-        if not self._keep or (self._refused and _family(key) in self._refused):
+        if key in self.kept:
+            self.kept[key].extend(source)
+        elif not self._keep or (self._refused and _family(key) in self._refused):
             deque(source, 0)
             self.dropped += 1
         else:

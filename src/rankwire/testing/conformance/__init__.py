@@ -15,6 +15,7 @@ from rankwire.testing.conformance import (
     group_checks,
     message_checks,
     nested_call_checks,
+    stream_checks,
 )
 from rankwire.testing.conformance.tools import Check
 from rankwire.testing.ranks import MakeWorld
@@ -31,6 +32,7 @@ CHECKS: dict[str, Check] = {
         collective_checks,
         call_checks,
         nested_call_checks,
+        stream_checks,
     )
     for name, function in vars(module).items()
     if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["make_world"]
