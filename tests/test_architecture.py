@@ -340,11 +340,12 @@ OWN_WAITS = {
     "torch/torch_rendezvous.py": "torch's stores wait by the system clock, before there is a world",
     "torch/group_operations.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
+    "testing/conformance/stream_checks.py": "checks wait for generators to end, as a program does",
 }
 # What has a ``wait`` of its own: by a deadline, and so the clock, or for bytes of a transport.
 WAITS_BY_DEADLINE = {
-    "reply", "offer", "sent", "lent", "_inbox", "_stop_signal", "self", "stream", "_stream",
-    "waiter",
+    "reply", "offer", "sent", "lent", "_inbox", "inbox", "_stop_signal", "self", "stream",
+    "_stream", "waiter",
 }  # fmt: skip
 TIMED_BY_ASYNCIO = {"wait_for", "timeout", "call_later", "call_at"}
 

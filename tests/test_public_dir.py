@@ -24,7 +24,7 @@ SHOWN = {
     "agent": {
         "backend", "codec", "name", "rank", "timeout", "world_size",
         "register", "register_error", "unregister", "functions", "lookup",
-        "rpc_sync", "rpc_async", "to", "to_async",
+        "rpc_sync", "rpc_async", "stream", "to", "to_async", "to_stream",
         "activity", "serve", "stop", "stopped", "handle_request", "close",
     },
     "future": {*FUTURE, "deadline", "dst", "name"},

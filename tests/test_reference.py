@@ -82,7 +82,7 @@ def test_the_reference_of_a_class_has_its_public_methods_and_no_others(cls):
 @pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: cls.__name__)
 def test_help_shows_the_public_methods_and_no_others(cls):
     text = pydoc.render_doc(cls, renderer=pydoc.plaintext)
-    shown = {*re.findall(r"^ \|  (\w+)\(", text, re.MULTILINE)} - {cls.__name__}
+    shown = {*re.findall(r"^ \|  (?:async )?(\w+)\(", text, re.MULTILINE)} - {cls.__name__}
     functions = {
         name for name in methods(cls) if not isinstance(inspect.getattr_static(cls, name), property)
     }

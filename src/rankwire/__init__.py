@@ -21,6 +21,7 @@ from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
 from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.stream import Stream
 from rankwire.services.rpc_agent import RpcAgent
 
 __version__ = "0.2.0"
@@ -71,6 +72,7 @@ __all__ = [
     "BuildContext",
     "RpcAgent",
     "RpcFuture",
+    "Stream",
     "TakeContext",
     "SimulatedBackend",
     "SubBackend",

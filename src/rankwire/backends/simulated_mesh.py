@@ -34,6 +34,7 @@ from rankwire.observe.stacks import places
 from rankwire.override import override
 from rankwire.transports.memory_stream import MemoryPoller, MemoryStream, MemoryWaiter
 from rankwire.wire.control_messages import AgentSays, Answer, Fallen, Member, Question
+from rankwire.wire.credit import Credit
 from rankwire.wire.frames import Channel, Envelope, Message, Payload
 from rankwire.wire.handshake import Hello, Purpose, Status, refusal
 from rankwire.wire.receive import Destination, Receive
@@ -353,7 +354,7 @@ def fail_calls(port: CallPort, on_call: Callable[[], None]) -> None:
         on_reply: Callable[[Receive], None] | None = None,
         hold: bool = False,
         limit: float = math.inf,
-        window: int = 0,
+        window: Credit | None = None,
     ) -> Reply | None:
         if limit != math.inf and request_id not in waiting:  # reservations have no limit
             on_call()

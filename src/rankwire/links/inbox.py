@@ -283,6 +283,15 @@ class Reply(Receive):
                 self.translate(error)
             raise
 
+    def outcome(self) -> bytearray:
+        """Return the reply or raise its error, when ``done``; an interrupt does not lose it."""
+        try:
+            return whole_of(self.take())
+        except RankwireError as error:
+            if self.translate is not None:
+                self.translate(error)
+            raise
+
     def drive(self, deadline: Deadline) -> bool:
         """Wait until it is done; False at the deadline, and then it may still arrive."""
         if self.done:

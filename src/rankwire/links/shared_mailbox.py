@@ -24,7 +24,7 @@ from rankwire.fork import guard
 from rankwire.interrupts import ONCE
 from rankwire.transports.wakeup import Sleeper, Sleepers, wake
 from rankwire.wire.frames import Envelope, Payload
-from rankwire.wire.mailbox import Mailbox
+from rankwire.wire.mailbox import KeptMessages, Mailbox
 from rankwire.wire.receive import Receive
 
 
@@ -124,10 +124,10 @@ class SharedMailbox:
                 self._parked.wake(receive)
         self.call_back_due()
 
-    def keep(self, envelope: Envelope, most: int) -> None:
-        """Keep the messages of an envelope, ``most`` at once, until ``take_kept`` takes them."""
+    def keep(self, envelope: Envelope, most: int, most_nbytes: int) -> None:
+        """Keep the messages of an envelope, at most so many, until ``take_kept`` takes them."""
         with self._mutex:
-            self._arrived.kept[envelope] = deque(maxlen=most)
+            self._arrived.kept[envelope] = KeptMessages(most, most_nbytes)
 
     def keep_no_more(self, envelope: Envelope) -> None:
         """Drop the kept messages of an envelope. Idempotent."""

@@ -101,7 +101,7 @@ class CallPort:
         on_reply: Callable[[Receive], None] | None = None,
         hold: bool = False,
         limit: float = float("inf"),
-        window: int = 0,
+        window: Credit | None = None,
     ) -> Reply | None:
         """Send a request; return its pending reply, or None if ``limit`` is reached.
 
@@ -115,7 +115,7 @@ class CallPort:
             hold: Whether the request may wait to be sent together with others; a wait for its
                 reply, ``attend`` or the next call to that rank sends it.
             limit: Maximum number of calls to that rank in flight.
-            window: If not 0, request the items of a stream, and keep so many that are not read.
+            window: Request the items of a stream, and keep so many that are not read.
         """
         try:
             try:

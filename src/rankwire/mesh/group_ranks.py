@@ -13,6 +13,7 @@ from rankwire.links.inbox import Reply
 from rankwire.mesh.call_port import CallPort
 from rankwire.mesh.calls import IncomingCall, PortEvent
 from rankwire.override import override
+from rankwire.wire.credit import Credit
 from rankwire.wire.frames import Channel, Message
 from rankwire.wire.receive import Receive
 
@@ -85,7 +86,7 @@ class GroupCallPort(CallPort):
         on_reply: Callable[[Receive], None] | None = None,
         hold: bool = False,
         limit: float = float("inf"),
-        window: int = 0,
+        window: Credit | None = None,
     ) -> Reply | None:
         ranks = self._ranks
         ranks.check_member(dst)

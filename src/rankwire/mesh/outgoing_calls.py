@@ -94,7 +94,7 @@ class OutgoingCalls:
         on_reply: Callable[[Receive], None] | None,
         hold: bool,
         limit: float,
-        window: int,
+        window: Credit | None,
     ) -> Reply | None:
         """Send a request; see ``CallPort.call``."""
         inbox = self._inboxes.get(dst)
@@ -111,11 +111,11 @@ class OutgoingCalls:
         is_small = message[1] < connection.lend_from
         send = connection.send_small if is_small else connection.send
         channel = _CALL
-        if window:
-            channel = _STREAM
-            inbox.keep((service, _ITEM, request_id), window)
         try:
             try:
+                if window is not None:
+                    channel = _STREAM
+                    inbox.keep((service, _ITEM, request_id), *window)
                 inbox.expect(reply)
                 hold = hold and in_flight >= _HOLD_FROM
                 send((service, channel, request_id), message, deadline, hold, inbox)
@@ -135,6 +135,9 @@ class OutgoingCalls:
             finally:
                 inbox.withdraw(reply)  # a second interrupt may have stopped the first
             raise
+        finally:
+            if window is not None and not (reply.posted or reply.done):
+                inbox.keep_no_more((service, _ITEM, request_id))
         return reply
 
     def _call_own(
@@ -143,21 +146,21 @@ class OutgoingCalls:
         message: Message,
         on_reply: Callable[[Receive], None] | None,
         limit: float,
-        window: int,
+        window: Credit | None,
     ) -> Reply | None:
         if self.closed is not None:
             raise self.closed.copy()
         if len(self.own.wanted_by) >= limit:
             return None
         reply = Reply((self._service, _REPLY, request_id), on_reply, self.own)
-        if window:
-            self.own.keep((self._service, _ITEM, request_id), window)
+        if window is not None:
+            self.own.keep((self._service, _ITEM, request_id), *window)
         try:
             self.own.post(reply)
             if not reply.done:
                 payload = bytearray().join(message[0])
                 incoming = IncomingCall(self._own_rank, request_id, payload, OWN)
-                incoming.is_stream = bool(window)
+                incoming.is_stream = window is not None
                 self._tell(incoming)
         except BaseException:
             try:
@@ -199,13 +202,19 @@ class OutgoingCalls:
     # -- cancels -----------------------------------------------------------------------------------
 
     def cancel(self, dst: int, request_id: int, *, expired: bool) -> bool:
-        """Send a cancel to a callee; return False if that must be retried."""
+        """Send a cancel to a callee; return False if that must be retried.
+
+        Items that are kept for the call are dropped.
+        """
+        items = (self._service, _ITEM, request_id)
         if dst == self._mesh.rank:
+            self.own.keep_no_more(items)
             self._tell(CallCancelled(self._own_rank, request_id, expired))
             return True
         inbox = self._inboxes.get(dst)
         if inbox is None or inbox.connection is None:
             return True
+        inbox.keep_no_more(items)
         return self._cancel(inbox.connection, request_id, expired)
 
     def cancel_again(self) -> None:

@@ -22,9 +22,10 @@ from rankwire.fork import guard, invalidate
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.agent_functions import AgentFunctions
 from rankwire.rpc.agent_streams import AgentStreams
+from rankwire.rpc.argument_streams import ITEMS
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.pool import Limits
-from rankwire.rpc.registry import Registry, Resolve, Resolver
+from rankwire.rpc.registry import Function, Registry, Resolve, Resolver
 from rankwire.rpc.reservations import DEFAULT_QUEUED_NBYTES
 from rankwire.rpc.server import Server
 
@@ -92,6 +93,8 @@ class Agent(AgentStreams, AgentFunctions):
         self._caller = Caller(
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
+        self._server.items_of = self._items_of
+        self._registry.internal[ITEMS] = Function(ITEMS, self._caller.offered.take)
         try:
             # Before serving, so that a call that arrives now finds the functions registered next.
             self._port.presence.open()

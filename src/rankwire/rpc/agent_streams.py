@@ -10,15 +10,13 @@ from rankwire.backends.arguments import check_rank
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.rpc.agent_calls import AgentCalls, RankFunctions
-from rankwire.rpc.call import serving
-from rankwire.rpc.stream import Stream
+from rankwire.rpc.argument_streams import ITEMS
+from rankwire.rpc.call import Call, serving
+from rankwire.rpc.stream import UNREAD, WINDOW, WINDOW_NBYTES, Stream, StreamLimits
 from rankwire.wire.credit import MOST_ITEMS, MOST_NBYTES
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_WINDOW = 64
-_WINDOW_NBYTES = 64 << 20
 
 
 class StreamRank(RankFunctions[Stream[Any]]):
@@ -52,7 +50,7 @@ class AgentStreams(AgentCalls):
         function: str,
         /,
         *args: Any,
-        window: int = _WINDOW,
+        window: int = WINDOW,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Stream[Any]: ...
@@ -63,7 +61,7 @@ class AgentStreams(AgentCalls):
         function: Callable[..., Iterator[T] | AsyncIterator[T]],
         /,
         *args: Any,
-        window: int = _WINDOW,
+        window: int = WINDOW,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Stream[T]: ...
@@ -73,7 +71,7 @@ class AgentStreams(AgentCalls):
         function: Any,
         /,
         *args: Any,
-        window: int = _WINDOW,
+        window: int = WINDOW,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -106,10 +104,11 @@ class AgentStreams(AgentCalls):
         dst: int,
         /,
         *,
-        window: int = _WINDOW,
-        window_nbytes: int = _WINDOW_NBYTES,
+        window: int = WINDOW,
+        window_nbytes: int = WINDOW_NBYTES,
         timeout: float | None = None,
         total_timeout: float | None = None,
+        unread_timeout: float = UNREAD,
     ) -> StreamRank:
         """Return a proxy like ``to`` does; its calls return streams.
 
@@ -120,6 +119,8 @@ class AgentStreams(AgentCalls):
             timeout: Seconds to wait for each item; None is the agent's timeout.
             total_timeout: Seconds for the whole stream, also while the reader does not read; None
                 is no limit.
+            unread_timeout: Seconds after which a stream ends if the reader takes nothing, an hour
+                unless you set it: the generator does not stay suspended without a limit.
 
         Raises:
             ConfigurationError: An argument is invalid.
@@ -131,6 +132,8 @@ class AgentStreams(AgentCalls):
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigurationError(f"{name} is a number from 1 to {most}, not {value!r}")
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
+        unread = Deadline(unread_timeout, self._clock).limit
+        limits = StreamLimits(limit, unread, window, window_nbytes)
         total = math.inf if total_timeout is None else Deadline(total_timeout, self._clock).limit
         dst = check_rank(dst, self.backend.world_size)
 
@@ -138,7 +141,13 @@ class AgentStreams(AgentCalls):
             name = function if type(function) is str else self._registry.name_of(function)
             call = serving.get()
             deadline = self._limited(total, call)
-            window_size = (window, window_nbytes)
-            return self._caller.stream(dst, name, limit, deadline, window_size, call, args, kwargs)
+            return self._caller.stream(dst, name, limits, deadline, call, args, kwargs)
 
         return StreamRank(start, f"rank {dst}, each item within {limit:g} s")
+
+    def _items_of(self, call: Call, src: int, number: int) -> Stream[Any]:
+        """Request the items of an iterator that is an argument of ``call``."""
+        limits = StreamLimits(self.timeout, UNREAD, WINDOW, WINDOW_NBYTES)
+        return self._caller.stream(
+            src, ITEMS, limits, self._limited(math.inf, call), call, (number,), {}
+        )

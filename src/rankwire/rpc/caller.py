@@ -24,9 +24,11 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
     RemoteError,
+    UnsupportedTypeError,
 )
 from rankwire.links.inbox import Reply
 from rankwire.mesh.call_port import CallPort
+from rankwire.rpc.argument_streams import Offer, OfferedItems
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.call_cycles import NestedWaits
 from rankwire.rpc.call_inquiries import CallInquiries
@@ -34,8 +36,7 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.pending_futures import PendingFutures
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
-from rankwire.rpc.stream import Feed, Stream
-from rankwire.wire.credit import Window
+from rankwire.rpc.stream import Feed, Stream, StreamLimits
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Caller:
         self._server = server
         self._inquiries = CallInquiries(backend, port, server)
         self._nested_waits = NestedWaits(server, self._inquiries.ask)
-        self.open_streams: dict[int, int] = {}  # their ranks, by request id
+        self.open_streams: dict[int, Feed] = {}  # by request id
+        self.offered = OfferedItems(server)
         self.futures = PendingFutures(self, codec, self._allowance, self._inquiries)
 
     def activity(self) -> tuple[int, int]:
@@ -111,6 +113,9 @@ class Caller:
                     self._allowance.give_back(reply.request_id)
             return decode_reply(self.codec, payload, dst, deadline.limit)
         except RankwireError as error:
+            if (offer := self._offer(error, dst, args, kwargs)) is not None:
+                with offer:
+                    return self.call(dst, name, deadline, call, offer.args, offer.kwargs)
             raise self.explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
     def start(
@@ -128,6 +133,8 @@ class Caller:
                 dst = check_rank(dst, self._backend.world_size)
             message = self._encode(dst, name, deadline.limit, call, args, kwargs)
         except RankwireError as error:
+            if (offer := self._offer(error, dst, args, kwargs)) is not None:
+                return self._start_with(offer, dst, name, deadline, call)
             cause = error.__cause__
             raise self.explained(error, "rpc_async", name, dst, deadline, call) from cause
         future: RpcFuture[Any] = RpcFuture(self.futures, dst, next(self._ids), name, deadline, call)
@@ -150,43 +157,71 @@ class Caller:
             raise
         return future
 
+    def _offer(
+        self, error: RankwireError, dst: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Offer | None:
+        """Offer the iterators among arguments that cannot be encoded; None if there are none."""
+        is_about_types = isinstance(error, UnsupportedTypeError)
+        return self.offered.offer(dst, args, kwargs) if is_about_types else None
+
+    def _start_with(
+        self, offer: Offer, dst: int, name: str, deadline: Deadline, call: Call | None
+    ) -> RpcFuture[Any]:
+        try:
+            future = self.start(dst, name, deadline, call, offer.args, offer.kwargs)
+            future.when_ended(offer.end)
+        except BaseException:
+            offer.end()
+            raise
+        return future
+
     def stream(
         self,
         dst: int,
         name: str,
-        limit: float,
-        deadline: Deadline,
-        window: tuple[int, int],
+        limits: StreamLimits,
+        total: Deadline,
         call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Stream[Any]:
-        """Request a stream, each item within ``limit`` and all within the deadline."""
+        """Request a stream, all of it within ``total``."""
         request_id = next(self._ids)
-        feed = Feed(self, dst, request_id, name, call, deadline)
-        first = deadline.sooner(limit)
+        feed = Feed(self, (dst, name.lstrip("\0"), request_id), call, total, limits)
+        first = total.sooner(limits.timeout)
         try:
-            message = self._encode(dst, name, deadline.limit, call, args, kwargs)
-            self.open_streams[request_id] = dst
+            try:
+                message = self._encode(dst, name, total.limit, call, args, kwargs)
+            except UnsupportedTypeError:
+                feed.offer = self.offered.offer(dst, args, kwargs)
+                if feed.offer is None:
+                    raise
+                args, kwargs = feed.offer.args, feed.offer.kwargs
+                message = self._encode(dst, name, total.limit, call, args, kwargs)
             feed.reply = self._send(
-                dst, request_id, name, first, call, args, kwargs, message, None, feed, window[0]
+                dst, request_id, name, first, call, args, kwargs, message, None, feed
             )
+            self.open_streams[request_id] = feed
             if call is not None:
                 call.began(feed.made)
-            stream: Stream[Any] = Stream(feed, Window(*window), limit)
-            stream.grant(first)
+            feed.grant(first)
+            return Stream(feed)
         except RankwireError as error:
-            self.stream_ended(feed)
-            raise self.explained(error, "stream", name, dst, first, call) from error.__cause__
+            feed.end()
+            raise self.explained(error, "stream", feed.name, dst, first, call) from error.__cause__
         except BaseException:  # an interrupt: the program does not get the stream
-            self.stream_ended(feed)
-            self.port.cancel(dst, request_id)
+            try:
+                feed.end()
+            finally:  # safe to repeat
+                feed.end()
+                self.port.cancel(dst, request_id)
             raise
-        return stream
 
     def stream_ended(self, feed: Feed) -> None:
         """Forget a stream. Idempotent."""
         self.open_streams.pop(feed.request_id, None)
+        if feed.offer is not None:
+            feed.offer.end()
         self._allowance.give_back(feed.request_id)
         if feed.call is not None:
             feed.call.ended(feed.request_id)
@@ -238,7 +273,6 @@ class Caller:
         message: Message,
         future: RpcFuture[Any] | None = None,
         feed: Feed | None = None,
-        window: int = 0,
     ) -> Reply:
         # The future is registered before the reply may come. A request that had to wait is encoded
         # again, because it states how much time is left.
@@ -265,7 +299,7 @@ class Caller:
                     on_reply,
                     waiting is not None,
                     self._max_in_flight,
-                    window,
+                    None if feed is None else feed.window.credit,
                 )
             except BaseException as error:
                 self._not_sent(dst, request_id, message, error)

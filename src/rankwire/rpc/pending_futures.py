@@ -126,6 +126,9 @@ class PendingFutures:
         if not self._next_check.expired:
             return
         self._next_check = Deadline(_CHECK_EVERY, self._clock)
+        for feed in list(self._caller.open_streams.values()):
+            if feed.is_late:
+                self._run_soon(feed.expire)
         late: dict[int, list[RpcFuture[Any]]] = {}
         for number, future in list(self.pending.items()):
             if future.deadline.expired and number not in self._expiring:

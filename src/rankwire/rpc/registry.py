@@ -151,8 +151,9 @@ class Registry:
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
-        # Quick requests between agents, by names that no function can have.
+        # Quick requests between agents, and functions of ours, by names that no function can have.
         self.own: dict[str, Callable[[], None]] = {}
+        self.internal: dict[str, Function] = {}
         self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rankwire.rpc.pool import Worker
     from rankwire.rpc.replies import DeferredReply
     from rankwire.rpc.server import Server
+    from rankwire.rpc.stream import Stream
 
 _FAST = 0.0002
 _CLOSE_PATIENCE = 1.0  # seconds for the tasks of the event loop to end
@@ -78,6 +79,10 @@ class ServedCall(Call):
     def needs_event_loop(self) -> bool:
         """Whether it is a coroutine that has not ended."""
         return self.function.is_async and self._request is not None
+
+    def items_of(self, src: int, number: int) -> Stream[Any]:
+        """Request the items of an iterator that is an argument of this call."""
+        return self._server.items_of(self, src, number)
 
     def run(self, worker: Worker | None) -> None:
         """Run the function and reply. Does not raise."""

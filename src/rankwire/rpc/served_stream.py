@@ -78,7 +78,7 @@ class ServedStream(ServedCall):
     @property
     @override
     def needs_event_loop(self) -> bool:
-        return False  # its first part runs on a thread
+        return self._wake is not None and not self.is_suspended
 
     def grant(self, credit: Credit) -> bool:
         """Take a grant; return whether a serving thread must continue the generator now."""
@@ -87,9 +87,10 @@ class ServedStream(ServedCall):
             is_due = self.is_suspended and self.sender.may_send(self._granted)
             if is_due:
                 self._phase = Phase.DUE
-        if self._wake is not None:
-            self._wake()
-        return is_due
+        if self._wake is None:
+            return is_due
+        self._wake()
+        return False
 
     @override
     def run(self, worker: Worker | None) -> None:
@@ -208,8 +209,11 @@ class ServedStream(ServedCall):
     def cancel_pending(self) -> None:
         """End it, if its generator is suspended or due; cancel the calls it made."""
         super().cancel_pending()
+        if self._wake is not None:  # its task looks whether it is late
+            self._wake()
+            return
         with self._lock:
-            if self._phase not in (Phase.SUSPENDED, Phase.DUE) or self._wake is not None:
+            if self._phase not in (Phase.SUSPENDED, Phase.DUE):
                 return
             self._phase = Phase.RUNNING
         token = serving.set(self)
@@ -253,8 +257,6 @@ class ServedStream(ServedCall):
         self._server.run_soon(partial(self._end, reply))
 
     async def _send_items(self, items: AsyncIterator[Any], more: asyncio.Event) -> Message:
-        import asyncio
-
         while True:
             while True:
                 more.clear()  # before the look: a grant sets it afterwards
@@ -264,8 +266,9 @@ class ServedStream(ServedCall):
                     return self._late()
                 if self.sender.may_send(self._granted):
                     break
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(more.wait(), self.deadline.sleep_limit())
+                self._phase = Phase.SUSPENDED
+                await more.wait()
+                self._phase = Phase.RUNNING
             try:
                 value = await anext(items)
             except StopAsyncIteration:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
@@ -41,6 +42,9 @@ from rankwire.rpc.served_call import EventLoop, ServedCall
 from rankwire.rpc.served_stream import ServedStream, ServedStreams
 from rankwire.wire.frames import Message
 
+if TYPE_CHECKING:
+    from rankwire.rpc.stream import Stream
+
 _log = logging.getLogger("rankwire")
 
 _STOP_PATIENCE = 0.5
@@ -69,6 +73,7 @@ class Server:
         self._codec = codec
         self._draining = False
         self.is_stopping = False  # running calls are being cancelled
+        self.items_of: Callable[[Call, int, int], Stream[Any]]  # set by the agent
 
         def check() -> bool:
             return (
@@ -166,7 +171,8 @@ class Server:
         if errand is not None:
             errand()
             return None, encode_result(self._codec, None)
-        return self._resolve(request.name)
+        internal = self.registry.internal.get(request.name)
+        return self._resolve(request.name) if internal is None else (internal, None)
 
     def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
         try:
@@ -223,11 +229,12 @@ class Server:
     def _cancel(self, event: CallCancelled) -> None:
         job = self.active.get((event.src, event.request_id))
         if job is not None:
-            self._cancel_job(job, expired=event.expired)
+            self.cancel_job(job, expired=event.expired)
         else:  # it may have reserved space for a call that will not come
             self.reservations.release(event.src, event.request_id)
 
-    def _cancel_job(self, job: ServedCall, *, expired: bool = False) -> None:
+    def cancel_job(self, job: ServedCall, *, expired: bool = False) -> None:
+        """Cancel a call in service, and the calls that it made."""
         self.port.drop_reply(job.incoming)
         job.cancel(expired=expired)
         if self.pool.queue.take_back(job):  # free its place for other calls
@@ -238,7 +245,7 @@ class Server:
     def _caller_gone(self, event: CallerGone) -> None:
         for job in list(self.active.values()):
             if job.incoming.origin is event.origin:
-                self._cancel_job(job)
+                self.cancel_job(job)
         self.reservations.caller_gone(event.src, event.origin)
 
     # -- threads -----------------------------------------------------------------------------------

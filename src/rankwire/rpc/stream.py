@@ -9,8 +9,9 @@ reads the connection itself. While none waits, the standby has the poller read e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 from rankwire.deadline import AT_ONCE, Deadline
 from rankwire.errors import (
@@ -30,36 +31,60 @@ from rankwire.wire.frames import Channel, Envelope, Payload, whole_of
 from rankwire.wire.receive import Receive
 
 if TYPE_CHECKING:
+    from rankwire.rpc.argument_streams import Offer
     from rankwire.rpc.caller import Caller
 
 _ITEM = int(Channel.ITEM)
 T = TypeVar("T")
 
 
+class StreamLimits(NamedTuple):
+    """The limits of a stream, apart from the one in all."""
+
+    timeout: float  # seconds for each item
+    unread: float  # seconds that the reader may take nothing
+    items: int  # on their way or unread
+    nbytes: int
+
+
+# Of all but the time for an item, which is the agent's timeout.
+WINDOW, WINDOW_NBYTES, UNREAD = 64, 64 << 20, 3600.0
+
+
 class Feed:
     """What arrives of one stream. For one reader at a time; ``on_reply`` runs in any thread.
 
-    The inbox knows it, so it must not know the ``Stream``, which the program may drop.
+    The inbox and the caller know it, so it must not know the ``Stream``, which the program may
+    drop.
+
+    Attributes:
+        total: For all items.
+        taken: The messages that were taken out of the inbox.
+        reply: The reply that ends the stream; set once the request is sent.
+        offer: The iterators among the arguments.
     """
+
+    reply: Reply
+    offer: Offer | None = None
 
     def __init__(
         self,
         caller: Caller,
-        dst: int,
-        request_id: int,
-        name: str,
+        target: tuple[int, str, int],
         call: Call | None,
         total: Deadline,
+        limits: StreamLimits,
     ) -> None:
         self.caller = caller
-        self.dst = dst
-        self.request_id = request_id
-        self.name = name
+        self.dst, self.name, self.request_id = target
         self.call = call  # the call that was being served when this one was made
-        self.total = total  # for all items
+        self.total = total
         self.taken: deque[Payload] = deque()
+        self._limits = limits
+        self.window = Window(limits.items, limits.nbytes)
+        self._unread = Deadline(limits.unread, total.clock)
         self._awaited: Receive | None = None
-        self.reply: Reply  # set once the request is sent
+        self._until: Deadline | None = None  # of a wait in an event loop, which the standby ends
 
     @property
     def made(self) -> MadeCall:
@@ -67,8 +92,7 @@ class Feed:
         return MadeCall(self.caller.port, self.dst, self.name, self.reply)
 
     @property
-    def envelope(self) -> Envelope:
-        """The envelope of its items."""
+    def _envelope(self) -> Envelope:
         return self.reply.envelope[0], _ITEM, self.request_id
 
     def on_reply(self, reply: Receive) -> None:
@@ -78,18 +102,37 @@ class Feed:
             assert isinstance(reply, Reply)
             reply.inbox.abort(awaited, ChannelClosedError("the stream has ended"))
 
-    def receive(
-        self,
-        wait: Callable[[Callable[[Deadline], bool], Deadline], bool],
-        deadline: Deadline,
-    ) -> bool:
+    # -- credit ------------------------------------------------------------------------------------
+
+    def grant(self, deadline: Deadline) -> None:
+        """Grant the producer what the window allows now."""
+        window = self.window
+        credit = window.next_grant
+        if credit == window.granted:
+            return
+        try:
+            self.caller.port.grant(self.reply, credit, deadline)
+        except RankwireError:
+            return  # the next grant includes it; if the connection has failed, so does the reply
+        window.granted = credit
+
+    def begin_wait(self) -> Deadline:
+        """Grant what was taken; return the deadline of the next item."""
+        deadline = self.total.sooner(self._limits.timeout)
+        self._unread = Deadline(self._limits.unread, self.total.clock)
+        self.grant(deadline)
+        return deadline
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def receive(self, deadline: Deadline) -> bool:
         """Wait for the next items; return False if none will come.
 
-        ``wait`` drives the inbox. Raises ``DeadlineExceededError``.
+        Raises ``DeadlineExceededError``.
         """
         reply = self.reply
         inbox = reply.inbox
-        receive = self._awaited = Receive(self.envelope)
+        receive = self._awaited = Receive(self._envelope)
         try:
             # The reply comes after the items: if it was here before the look, so were they.
             if inbox.take_kept(receive, self.taken):
@@ -99,9 +142,11 @@ class Feed:
                 inbox.withdraw(receive)
             else:
                 inbox.send_held(deadline)
-                is_late = not wait(lambda patience: inbox.drive(receive, patience), deadline)
+                drive = partial(inbox.drive, receive)
+                is_late = not self.caller.wait_for_item(self, drive, deadline)
             if is_late and inbox.withdraw(receive):
                 raise DeadlineExceededError(deadline.limit, waiting_for=[self.dst])
+            return receive.move_to(self.taken)
         except RankwireError:
             raise
         except BaseException:  # an interrupt: a message that came is kept
@@ -112,13 +157,9 @@ class Feed:
             raise
         finally:
             self._awaited = None
-        if receive.payload is None:
-            return False
-        self.taken.append(receive.payload)
-        return True
 
     async def receive_async(self, deadline: Deadline) -> bool:
-        """Wait as ``receive`` does, in an event loop of the program."""
+        """Wait as ``receive`` does, in an event loop of the program; the standby reads."""
         import asyncio  # the program has imported it
 
         loop = asyncio.get_running_loop()
@@ -129,41 +170,60 @@ class Feed:
                 done.set_result(None)
 
         def arrived(_: Receive) -> None:
-            loop.call_soon_threadsafe(settle)
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle)
 
         reply = self.reply
         inbox = reply.inbox
-        receive = self._awaited = Receive(self.envelope, arrived)
+        receive = self._awaited = Receive(self._envelope, arrived)
         try:
             if inbox.take_kept(receive, self.taken):
                 return True
             if reply.done or receive.done:
                 inbox.withdraw(receive)
             else:
+                self._until = deadline
                 self.caller.port.attend_to(self.dst, reply)
-                await asyncio.wait_for(done, deadline.sleep_limit())
-        except TimeoutError:
-            if inbox.withdraw(receive):
-                error = DeadlineExceededError(deadline.limit, waiting_for=[self.dst])
-                raise error from None
+                await done
+            if type(receive.error) is DeadlineExceededError:
+                raise receive.error
+            return receive.move_to(self.taken)
+        except RankwireError:
+            raise
         except BaseException:  # the task was cancelled: a message that came is kept
             inbox.give_up(receive)
             raise
         finally:
-            self._awaited = None
-        if receive.payload is None:
-            return False
-        self.taken.append(receive.payload)
-        return True
+            self._awaited = self._until = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether ``expire`` has to end a wait in an event loop, or the stream."""
+        until = self._until
+        if until is not None:
+            return until.expired
+        return self._awaited is None and self._unread.expired and not self.reply.done
+
+    def expire(self) -> None:
+        """End a late wait in an event loop, or a stream that is not read."""
+        until, awaited = self._until, self._awaited
+        if awaited is None:
+            error = DeadlineExceededError(self._unread.limit, detail="the reader took no item")
+            error.is_explained = True
+            self.made.give_up(error)
+        elif until is not None:
+            error = DeadlineExceededError(until.limit, waiting_for=[self.dst])
+            self.reply.inbox.abort(awaited, error)
 
     def end(self, *, expired: bool = False) -> None:
         """Take nothing more; cancel the producer unless it has ended. Idempotent."""
-        reply = self.reply
-        is_cancelled = reply.withdraw()
-        reply.inbox.keep_no_more(self.envelope)
+        reply: Reply | None = getattr(self, "reply", None)  # the request may have failed
+        if reply is not None:
+            reply.withdraw()
+            reply.inbox.keep_no_more(self._envelope)
         self.taken.clear()
         self.caller.stream_ended(self)
-        if is_cancelled:
+        if reply is not None and not reply.done:
             self.caller.port.cancel(self.dst, self.request_id, expired=expired)
 
 
@@ -178,14 +238,13 @@ class Stream(PublicDir, Generic[T]):
         dst: The rank whose function yields the items.
         name: The function.
         count: How many items were taken.
+        closed: Whether the stream has ended.
     """
 
     _SHOWN = ("aclose", "close", "closed", "count", "dst", "name")
 
-    def __init__(self, feed: Feed, window: Window, limit: float) -> None:
+    def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._window = window
-        self._limit = limit
         self.dst = feed.dst
         self.name = feed.name
         self._items: deque[T] = deque()
@@ -197,83 +256,56 @@ class Stream(PublicDir, Generic[T]):
 
     def __next__(self) -> T:
         if not self._items:
-            self._fill()
-        self.count += 1
-        return self._items.popleft()
-
-    def _fill(self) -> None:
-        if self.closed:
-            raise StopIteration
-        feed = self._feed
-        if not feed.taken:
-            deadline = self._before_waiting()
+            feed = self._feed
             try:
-                if not feed.receive(self._wait, deadline):
+                if self.closed or not (feed.taken or feed.receive(feed.begin_wait())):
                     self._finish()
                     raise StopIteration
             except RankwireError as error:
                 raise self._failed(error) from error.__cause__
-        self._decode_next()
+            self._decode_next()
+        self.count += 1
+        return self._items.popleft()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         if not self._items:
-            await self._fill_async()
-        self.count += 1
-        return self._items.popleft()
-
-    async def _fill_async(self) -> None:
-        if self.closed:
-            raise StopAsyncIteration
-        feed = self._feed
-        if not feed.taken:
-            deadline = self._before_waiting()
+            feed = self._feed
             try:
-                if not await feed.receive_async(deadline):
+                if self.closed or not (feed.taken or await feed.receive_async(feed.begin_wait())):
                     self._finish()
                     raise StopAsyncIteration
             except RankwireError as error:
                 raise self._failed(error) from error.__cause__
-        self._decode_next()
-
-    def _before_waiting(self) -> Deadline:
-        deadline = self._feed.total.sooner(self._limit)
-        self.grant(deadline)
-        return deadline
+            self._decode_next()
+        self.count += 1
+        return self._items.popleft()
 
     def _decode_next(self) -> None:
-        feed = self._feed
-        payload = feed.taken.popleft()
-        nbytes = len(payload)
+        feed, window = self._feed, self._feed.window
+        taken = feed.taken
+        nbytes = len(taken[0])
         try:
-            items = decode_items(feed.caller.codec, whole_of(payload), self.dst)
+            decoded = decode_items(feed.caller.codec, whole_of(taken[0]), self.dst)
         except RankwireError as error:
             raise self._failed(error) from error.__cause__
-        self._items.extend(items)
-        if self._window.take(len(items), nbytes):
-            self.grant(AT_ONCE)
-
-    def grant(self, deadline: Deadline) -> None:
-        """Grant the producer what the window allows now."""
-        window = self._window
-        credit = window.next_grant
-        if credit == window.granted:
-            return
-        try:
-            self._feed.caller.port.grant(self._feed.reply, credit, deadline)
-        except RankwireError:
-            return  # the next grant includes it; if the connection has failed, so does the reply
-        window.granted = credit
-
-    def _wait(self, drive: Callable[[Deadline], bool], deadline: Deadline) -> bool:
-        return self._feed.caller.wait_for_item(self._feed, drive, deadline)
+        count, items = len(decoded), deque(decoded)
+        # Without a call, so that no interrupt comes between.
+        self._items = items
+        del taken[0]
+        window.items += count
+        window.nbytes += nbytes
+        if window.is_half_taken:
+            feed.grant(AT_ONCE)
 
     def _finish(self) -> None:
         """End with the reply, or raise its error."""
+        if self.closed:
+            return
         feed = self._feed
-        payload = feed.reply.wait(AT_ONCE)
+        payload = feed.reply.outcome()
         count = decode_reply(feed.caller.codec, payload, self.dst, feed.total.limit)
         if count != self.count:
             raise InvalidMessageError(f"the producer has sent {count} items, {self.count} came")
@@ -289,9 +321,9 @@ class Stream(PublicDir, Generic[T]):
             self._end(expired=isinstance(error, DeadlineExceededError))
 
     def _end(self, *, expired: bool = False) -> None:
-        self.closed = True
-        self._items.clear()
+        self._items = deque()
         self._feed.end(expired=expired)
+        self.closed = True  # last: an interrupted end is repeated
 
     def close(self) -> None:
         """End the stream: the generator gets ``GeneratorExit`` at its ``yield``. Idempotent."""

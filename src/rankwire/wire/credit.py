@@ -45,14 +45,17 @@ def unpack_credit(payload: bytes | bytearray) -> Credit:
 class Window:
     """A reader's credit: what it has taken, and what it has granted. For one thread at a time.
 
-    ``items`` and ``nbytes`` may be under way or unread, and at least one item always may.
+    Attributes:
+        credit: What may be under way or unread; one item always may.
+        items: How many items were taken. Set without a call, so that no interrupt comes between.
+        nbytes: Their bytes.
+        granted: What the producer was granted.
     """
 
-    __slots__ = ("_items", "_nbytes", "granted", "items", "nbytes")
+    __slots__ = ("credit", "granted", "items", "nbytes")
 
     def __init__(self, items: int, nbytes: int) -> None:
-        self._items = items
-        self._nbytes = nbytes
+        self.credit = Credit(items, nbytes)
         self.items = 0  # taken
         self.nbytes = 0
         self.granted = Credit()
@@ -60,12 +63,11 @@ class Window:
     @property
     def next_grant(self) -> Credit:
         """What the reader can grant now."""
-        return Credit(self.items + self._items, self.nbytes + self._nbytes)
+        return Credit(self.items + self.credit.items, self.nbytes + self.credit.nbytes)
 
-    def take(self, items: int, nbytes: int) -> bool:
-        """Count taken items; return whether half of the window, or more, can be granted."""
-        self.items += items
-        self.nbytes += nbytes
-        granted = self.granted
-        left = granted.items - self.items
-        return 2 * left <= self._items or 2 * (granted.nbytes - self.nbytes) <= self._nbytes
+    @property
+    def is_half_taken(self) -> bool:
+        """Whether half of the window, or more, can be granted."""
+        (items, nbytes), granted = self.credit, self.granted
+        left, left_nbytes = granted.items - self.items, granted.nbytes - self.nbytes
+        return 2 * left <= items or 2 * left_nbytes <= nbytes

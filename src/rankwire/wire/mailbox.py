@@ -28,14 +28,32 @@ _MOST_UNMATCHED = 1 << 20
 payload_of = attrgetter("payload")
 
 
+class KeptMessages(deque[Payload]):
+    """The messages of one envelope, within the credit that their sender has.
+
+    Credit allows one message to exceed the bytes. What is sent beyond it is dropped.
+    """
+
+    def __init__(self, most: int, most_nbytes: int) -> None:
+        super().__init__(maxlen=most)
+        self._most_nbytes = most_nbytes
+        self.nbytes = 0  # of those that came since it was empty
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the sender may send another message."""
+        if not self:
+            self.nbytes = 0
+        return self.nbytes < self._most_nbytes
+
+
 class ArrivedMessages(dict[Envelope, deque[Payload]]):
     """The messages that wait for a receive, by envelope; ``full`` at ``limit`` bytes or a million.
 
     Without ``keep``, messages are counted and dropped, such as replies to cancelled calls.
 
     Attributes:
-        kept: The messages of some envelopes, such as the items of a stream. They count nowhere: the
-            receiver's credit limits them, and its queue drops what a sender sends beyond it.
+        kept: The messages of some envelopes, such as the items of a stream, by envelope.
     """
 
     __slots__ = ("_keep", "_limit", "_refused", "count", "dropped", "full", "kept", "nbytes")
@@ -44,7 +62,7 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
         self._keep = keep
         self._limit = limit
         self._refused: deque[Envelope] | None = None  # made with the first
-        self.kept: dict[Envelope, deque[Payload]] = {}
+        self.kept: dict[Envelope, KeptMessages] = {}
         self.count = self.nbytes = self.dropped = 0
         self.full = False
 
@@ -52,15 +70,22 @@ class ArrivedMessages(dict[Envelope, deque[Payload]]):
         self, key: Envelope, payload: Payload, source: Iterable[Payload], *, first: bool = False
     ) -> None:
         """Keep a message without a receive, as the first or last of its key, or drop it."""
-        if key in self.kept:
-            self.kept[key].extend(source)
-        elif not self._keep or (self._refused and _family(key) in self._refused):
+        kept = self.kept.get(key)
+        if kept is not None and (kept.has_room or first):
+            (kept.extendleft if first else kept.extend)(source)
+            kept.nbytes += len(payload)
+        elif (
+            kept is not None or not self._keep or (self._refused and _family(key) in self._refused)
+        ):
             deque(source, 0)
             self.dropped += 1
         else:
             queue = self.setdefault(key, deque())
             (queue.extendleft if first else queue.extend)(source)
             self.change_by(1, len(payload))
+
+    def _drops(self, key: Envelope) -> bool:
+        return not self._keep or bool(self._refused and _family(key) in self._refused)
 
     def change_by(self, messages: int, nbytes: int) -> None:
         """Count messages that were added or taken."""

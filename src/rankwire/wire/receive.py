@@ -7,12 +7,14 @@ the mailbox. A receiver that gives up first takes its memory back; the received 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.errors import RankwireError
+from rankwire.interrupts import pop_into
 from rankwire.wire.frames import LOAN, Envelope, Frame, Payload, whole_of
 
 if TYPE_CHECKING:
@@ -162,6 +164,13 @@ class Receive:
             assert self.error is not None
             raise self.error.copy()
         return self._cell[0]
+
+    def move_to(self, queue: deque[Payload]) -> bool:
+        """Move the message to a queue, in one step; return False if none has come."""
+        if self._cell:
+            pop_into(queue.append, self._cell)
+            return True
+        return False
 
     def fetch(self) -> None:
         """Copy the payload out of the sender's memory; drop it if the sender has revoked it."""
