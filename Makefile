@@ -60,6 +60,7 @@ check: $(VENV)/can-check  ## lint and type-check
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/basedpyright
 
 bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the tables and charts of the pages
 	$(BENCH)/bin/python -m benchmarks.run

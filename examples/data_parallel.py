@@ -48,7 +48,7 @@ class Buckets:
     def __init__(self, backend: rankwire.Backend) -> None:
         self._backend = backend
         self._filling: list[np.ndarray] = []
-        self._on_the_way: list[rankwire.Work] = []
+        self._on_the_way: list[rankwire.Work[list[np.ndarray]]] = []
 
     def add(self, *gradients: np.ndarray) -> None:
         """Take the gradients of a layer; they must not be touched until `wait` has returned."""
@@ -164,7 +164,7 @@ def run(backend: rankwire.Backend, steps: int, batch: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train on a share of each batch.")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=256, help="points in a step, for all ranks")
     parser.add_argument("--ranks", type=int, default=4, help="simulated ones, without rankwire run")

@@ -11,7 +11,7 @@ given to others. With ``--kill`` one rank dies half-way.
 import argparse
 import os
 import signal
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import product
 
 import numpy as np
@@ -48,7 +48,7 @@ def hand_out(agent: rankwire.RpcAgent, weights: list[np.ndarray], kill: bool) ->
     """Have every checkpoint scored on every shard; return the share that each gets right."""
     right = np.zeros(len(weights), int)
     todo = list(product(range(len(weights)), range(SHARDS)))[::-1]
-    doing: dict[rankwire.RpcFuture, tuple[int, tuple[int, int]]] = {}
+    doing: dict[Future[int], tuple[int, tuple[int, int]]] = {}
     workers = set(range(1, agent.world_size))
 
     def give(worker: int) -> None:

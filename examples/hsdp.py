@@ -54,6 +54,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     draw = torch.Generator().manual_seed(dist.get_rank())
 
+    loss = torch.zeros(())
     start = time.monotonic()
     for _ in range(chosen.steps):
         shown, wanted = sums(64, draw)

@@ -19,6 +19,7 @@ import argparse
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -104,7 +105,9 @@ class ParameterServer:
         To a worker that is too far ahead of the slowest, that is said later: what is returned is
         a future, and no thread waits meanwhile.
         """
-        worker = rankwire.current_call().src
+        call = rankwire.current_call()
+        assert call is not None
+        worker = call.src
         with self.lock:
             for array, change in zip(self.parameters, gradients, strict=True):
                 array -= RATE * change
@@ -115,6 +118,7 @@ class ParameterServer:
             newest = min(self.pushed.values()) + self.staleness if goes_on else self.step
             released = [each for each in self.waiting if self.pushed[each] <= newest]
             futures = [self.waiting.pop(each) for each in released]
+            answer: bool | Future[bool]
             answer = goes_on if self.pushed[worker] <= newest else Future()
             if isinstance(answer, Future):
                 self.waiting[worker] = answer
@@ -167,7 +171,7 @@ def work(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:
     random = np.random.default_rng(backend.rank)
     latencies: dict[str, list[float]] = {"pull": [], "push": [], "ping": []}
 
-    def timed(name: str, *args: object) -> object:
+    def timed(name: str, *args: object) -> Any:
         start = time.perf_counter()
         result = agent.rpc_sync(0, f"parameters.{name}", *args)
         latencies[name].append(time.perf_counter() - start)
@@ -182,7 +186,7 @@ def work(backend: rankwire.Backend, agent: rankwire.RpcAgent) -> None:
     for _ in range(PINGS):
         timed("ping")
     taken = {name: np.array(seconds) for name, seconds in latencies.items()}
-    agent.to(0).parameters.report(taken)
+    agent.to(0, ParameterServer, name="parameters").report(taken)
     backend.barrier()
 
 

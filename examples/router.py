@@ -44,7 +44,7 @@ class Worker:
         if self.random.random() < self.crash:
             os.kill(os.getpid(), signal.SIGKILL)
         distances = np.linalg.norm(batch[:, None] - self.prototypes, axis=2)
-        return distances.argmin(axis=1)
+        return np.asarray(distances.argmin(axis=1))
 
 
 class Router:
@@ -69,7 +69,7 @@ class Router:
         while True:
             worker = self.free.get()
             try:
-                answer = self.agent.rpc_sync(worker, "classify", batch)
+                answer: np.ndarray = self.agent.rpc_sync(worker, "classify", batch)
             except rankwire.PeerLostError:
                 self.count("asked again")
                 continue
@@ -99,7 +99,7 @@ def route(backend: rankwire.Backend, agent: rankwire.RpcAgent, batches: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Answer questions by workers that crash.")
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--crash", type=float, default=0.01, help="probability for each batch")
     arguments = parser.parse_args()

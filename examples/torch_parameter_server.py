@@ -65,7 +65,7 @@ class ParameterServer:
     @rpc.functions.async_execution
     def update(server: rpc.RRef, gradients: Tensors) -> torch.futures.Future[Tensors]:
         """Add gradients; the future is of the parameters after the step that they are part of."""
-        self = server.local_value()
+        self: ParameterServer = server.local_value()
         with self.lock:
             for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
                 part = gradient / self.trainers

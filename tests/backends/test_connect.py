@@ -1,15 +1,18 @@
 """connect(): what a launcher left, read once, remembered, and explained when it is not there."""
 
 import contextlib
+import inspect
 import os
 import selectors
 import socket
 import threading
+from typing import get_type_hints
 
 import pytest
 
 from rankwire.backends import connect as connect_module
-from rankwire.backends.connect import connect
+from rankwire.backends.connect import ConnectOptions, connect
+from rankwire.backends.tcp import TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.errors import ConfigurationError, RendezvousError
 from rankwire.rendezvous.secret import SecretServer
@@ -341,3 +344,16 @@ def test_a_rank_0_that_coordinates_listens_at_the_port_where_it_is_looked_for(
     connect()
     connect(has_coordinator=True)
     assert [arguments.get("listen") for arguments in told] == [host, listen]
+
+
+def test_the_options_are_the_arguments_of_the_backend():
+    arguments = inspect.signature(TcpBackend).parameters
+    options = get_type_hints(ConnectOptions)
+    assert options.keys() == arguments.keys()
+    assert options == {name: get_type_hints(TcpBackend.__init__)[name] for name in arguments}
+
+
+def test_an_unknown_option_is_refused_before_a_launcher_is_looked_for(told):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'timeot'"):
+        connect(timeot=5)
+    assert not told

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from rankwire.rpc.agent_calls import AsyncRemoteRank, RemoteRank
+from rankwire.rpc.proxies import AsyncRemoteRank, RemoteRank
 
 KINDS = [RemoteRank, AsyncRemoteRank]
 

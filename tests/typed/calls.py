@@ -1,6 +1,6 @@
-"""Calls of the functions themselves: mypy knows what they take and return.
+"""Calls of the functions themselves: type checkers know what they take and return.
 
-A line whose end says ``# error`` is one that mypy must refuse, in these words.
+A line whose end says ``# error`` is one that type checkers must refuse, mypy in these words.
 """
 
 from collections.abc import Callable, Iterator
@@ -136,8 +136,8 @@ def other(backend: rankwire.Backend, array: np.ndarray[Any, Any]) -> None:
     rankwire.all_reduce(backend, array, rankwire.PremulSum(2.0))
     rankwire.reduce_scatter(backend, array, op=("premul_sum", 2.0))
     rankwire.all_reduce_coalesced(backend, [array], op="mean")
-    rankwire.all_reduce(backend, array, op="maximum")  # error: Argument "op" to "all_reduce"
-    rankwire.reduce(backend, array, op="avg")  # error: Argument "op" to "reduce"
+    rankwire.all_reduce(backend, array, op="maximum")  # error: No overload variant of "all_reduce"
+    rankwire.reduce(backend, array, op="avg")  # error: No overload variant of "reduce"
     try:
         backend.barrier()
     except rankwire.PeerLostError as error:

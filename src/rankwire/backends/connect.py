@@ -18,15 +18,16 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from rankwire import runtime
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
-from rankwire.clock import REAL_TIME
+from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.environment import DEBUG_RANK
 from rankwire.errors import ConfigurationError, RankwireError, RendezvousError
 from rankwire.fork import renew_in_child
+from rankwire.mesh.tcp_connections import Transport
 from rankwire.observe.tracebacks import install
 from rankwire.rendezvous.reachability import find_rank_0, own_address
 from rankwire.rendezvous.schedulers import (
@@ -37,7 +38,8 @@ from rankwire.rendezvous.schedulers import (
     read_integer,
 )
 from rankwire.rendezvous.secret import ask_for_secret
-from rankwire.transports.security import Tls, files_of
+from rankwire.transports.security import Integrity, Security, Tls, files_of
+from rankwire.transports.sockets import Socket
 from rankwire.transports.tcp_stream import ListeningPlace
 from rankwire.wire.keys import RankKey
 
@@ -61,7 +63,34 @@ _HYDRA_PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")
 Environment = MutableMapping[str, str]
 
 
-def connect(**options: Any) -> TcpBackend:
+class ConnectOptions(TypedDict, total=False):
+    """The arguments of ``TcpBackend``, where they are described."""
+
+    rank: int
+    world_size: int
+    address: str
+    secret: bytes | str | None
+    job: str
+    timeout: float | None
+    join_timeout: float
+    transport: Transport
+    spin: float | None
+    max_message_nbytes: int
+    single_copy: bool
+    segment_nbytes: int
+    listen: str | None
+    advertise: str | None
+    suspect_after: float
+    fail_after: float
+    has_coordinator: bool
+    security: Security
+    integrity: Integrity
+    tls: Tls | None
+    listener: Socket | None
+    clock: Clock
+
+
+def connect(**options: Unpack[ConnectOptions]) -> TcpBackend:
     """Join the world that this process was started for, and return when it is complete.
 
     This looks for a launcher in this order: ``rankwire run``, torchrun, Open MPI, MPICH and Intel
@@ -87,6 +116,9 @@ def connect(**options: Any) -> TcpBackend:
         ConfigurationError: No launcher started this process, or its variables are incomplete.
         RendezvousError: The world did not form in time.
     """
+    for option in options:
+        if option not in ConnectOptions.__optional_keys__:
+            raise TypeError(f"connect() got an unexpected keyword argument {option!r}")
     place = _find_assignment(os.environ)
     if place.launcher == OURS:
         install()
@@ -99,7 +131,8 @@ def connect(**options: Any) -> TcpBackend:
         # The launcher's coordinator does not serve another address.
         "has_coordinator": place.has_coordinator and "address" not in options,
         "clock": REAL_TIME,
-    } | options
+        **options,
+    }
     arguments = _read_settings(os.environ, arguments) | arguments
     _log.info(
         "rank %s of %s, started by %s; the world forms at %s",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -29,12 +29,33 @@ from rankwire.collectives.reductions import Op, name_of, reduction_of
 from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rankwire.collectives.signatures import (
+        A,
+        Async,
+        AsyncInto,
+        Blocking,
+        BlockingInto,
+    )
+    from rankwire.collectives.work import Work
+
+
 # The most bytes in a bundle: less than a slot, and it stays in the cache.
 _TOGETHER = 1 << 20
 # Arrays up to this size are sent together; larger ones gain nothing.
 _COALESCE_UP_TO = 1 << 20
 
 
+@overload
+def all_reduce_coalesced(
+    backend: Backend, arrays: Sequence[A], op: Op = ..., **how: Unpack[Blocking]
+) -> list[A]: ...
+@overload
+def all_reduce_coalesced(
+    backend: Backend, arrays: Sequence[A], op: Op = ..., **how: Unpack[Async]
+) -> Work[list[A]]: ...
 @collective
 def all_reduce_coalesced(
     backend: Backend,
@@ -64,6 +85,14 @@ def all_reduce_coalesced(
     return describe_many("all_reduce_coalesced", name_of(op), each=kinds_of(targets)), run
 
 
+@overload
+def all_gather_coalesced(
+    backend: Backend, arrays: Sequence[A], **how: Unpack[BlockingInto[Sequence[A]]]
+) -> list[A]: ...
+@overload
+def all_gather_coalesced(
+    backend: Backend, arrays: Sequence[A], **how: Unpack[AsyncInto[Sequence[A]]]
+) -> Work[list[A]]: ...
 @collective
 def all_gather_coalesced(
     backend: Backend,
@@ -107,6 +136,14 @@ def all_gather_coalesced(
     return describe_many("all_gather_coalesced", each=kinds_of(sources)), run
 
 
+@overload
+def reduce_scatter_coalesced(
+    backend: Backend, arrays: Sequence[A], op: Op = ..., **how: Unpack[BlockingInto[Sequence[A]]]
+) -> list[A]: ...
+@overload
+def reduce_scatter_coalesced(
+    backend: Backend, arrays: Sequence[A], op: Op = ..., **how: Unpack[AsyncInto[Sequence[A]]]
+) -> Work[list[A]]: ...
 @collective
 def reduce_scatter_coalesced(
     backend: Backend,

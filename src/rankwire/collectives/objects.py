@@ -10,7 +10,7 @@ not if the collective fails later, because some ranks may have received the valu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from rankwire.backends.arguments import check_pickle, check_rank
 from rankwire.backends.base import Backend
@@ -21,9 +21,20 @@ from rankwire.collectives.sequence import collective
 from rankwire.errors import ConfigurationError
 from rankwire.wire.frames import Message, whole_of
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rankwire.collectives.signatures import AsyncCoded, BlockingCoded, T
+    from rankwire.collectives.work import Work
+
+
 _plain = Codec()
 
 
+@overload
+def all_gather_object(backend: Backend, value: T, **how: Unpack[BlockingCoded]) -> list[T]: ...
+@overload
+def all_gather_object(backend: Backend, value: T, **how: Unpack[AsyncCoded]) -> Work[list[T]]: ...
 @collective
 def all_gather_object(
     backend: Backend,
@@ -51,6 +62,14 @@ def all_gather_object(
     return "all_gather_object()", run
 
 
+@overload
+def gather_object(
+    backend: Backend, value: T, root: int = ..., **how: Unpack[BlockingCoded]
+) -> list[T] | None: ...
+@overload
+def gather_object(
+    backend: Backend, value: T, root: int = ..., **how: Unpack[AsyncCoded]
+) -> Work[list[T] | None]: ...
 @collective
 def gather_object(
     backend: Backend,
@@ -73,6 +92,24 @@ def gather_object(
     return describe("gather_object", f"root {root}"), run
 
 
+@overload
+def broadcast_object(
+    backend: Backend,
+    value: None = ...,
+    root: int = ...,
+    *,
+    codec: Codec | None = ...,
+    async_op: bool = ...,
+    timeout: float | None = ...,
+) -> Any: ...
+@overload
+def broadcast_object(
+    backend: Backend, value: T | None, root: int = ..., **how: Unpack[BlockingCoded]
+) -> T: ...
+@overload
+def broadcast_object(
+    backend: Backend, value: T | None, root: int = ..., **how: Unpack[AsyncCoded]
+) -> Work[T]: ...
 @collective
 def broadcast_object(
     backend: Backend,
@@ -95,6 +132,24 @@ def broadcast_object(
     return describe("broadcast_object", f"root {root}"), run
 
 
+@overload
+def scatter_object(
+    backend: Backend,
+    values: None = ...,
+    root: int = ...,
+    *,
+    codec: Codec | None = ...,
+    async_op: bool = ...,
+    timeout: float | None = ...,
+) -> Any: ...
+@overload
+def scatter_object(
+    backend: Backend, values: Sequence[T] | None, root: int = ..., **how: Unpack[BlockingCoded]
+) -> T: ...
+@overload
+def scatter_object(
+    backend: Backend, values: Sequence[T] | None, root: int = ..., **how: Unpack[AsyncCoded]
+) -> Work[T]: ...
 @collective
 def scatter_object(
     backend: Backend,
@@ -120,6 +175,14 @@ def scatter_object(
     return describe("scatter_object", f"root {root}"), run
 
 
+@overload
+def all_to_all_object(
+    backend: Backend, values: Sequence[T], **how: Unpack[BlockingCoded]
+) -> list[T]: ...
+@overload
+def all_to_all_object(
+    backend: Backend, values: Sequence[T], **how: Unpack[AsyncCoded]
+) -> Work[list[T]]: ...
 @collective
 def all_to_all_object(
     backend: Backend,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
@@ -33,7 +33,35 @@ from rankwire.collectives.operands import (
 from rankwire.collectives.reductions import Op, Reduction, reduction_of
 from rankwire.collectives.sequence import collective
 
+if TYPE_CHECKING:
+    from typing import Unpack
 
+    from rankwire.collectives.signatures import (
+        A,
+        AnyArray,
+        Async,
+        AsyncInto,
+        Blocking,
+        BlockingInto,
+        Counts,
+        Parts,
+    )
+    from rankwire.collectives.work import Work
+
+
+@overload
+def all_reduce(
+    backend: Backend, array: A, op: Op = ..., *, ordered: bool = ..., **how: Unpack[BlockingInto[A]]
+) -> A: ...
+@overload
+def all_reduce(
+    backend: Backend,
+    array: A,
+    op: Op = ...,
+    *,
+    ordered: bool = ...,
+    **how: Unpack[AsyncInto[A]],
+) -> Work[A]: ...
 @collective
 def all_reduce(
     backend: Backend,
@@ -86,6 +114,14 @@ def all_reduce(
     return describe(kind, r.op, source.dtype_name, source.shape), run
 
 
+@overload
+def reduce(
+    backend: Backend, array: A, root: int = ..., op: Op = ..., **how: Unpack[BlockingInto[A]]
+) -> A | None: ...
+@overload
+def reduce(
+    backend: Backend, array: A, root: int = ..., op: Op = ..., **how: Unpack[AsyncInto[A]]
+) -> Work[A | None]: ...
 @collective
 def reduce(
     backend: Backend,
@@ -115,6 +151,10 @@ def reduce(
     return describe("reduce", r.op, f"root {root}", source.dtype_name, source.shape), run
 
 
+@overload
+def broadcast(backend: Backend, array: A, root: int = ..., **how: Unpack[Blocking]) -> A: ...
+@overload
+def broadcast(backend: Backend, array: A, root: int = ..., **how: Unpack[Async]) -> Work[A]: ...
 @collective
 def broadcast(
     backend: Backend,
@@ -144,6 +184,18 @@ def broadcast(
     return describe("broadcast", f"root {root}", target.dtype_name, target.shape), run
 
 
+@overload
+def all_gather(backend: Backend, array: A, **how: Unpack[BlockingInto[A]]) -> A: ...
+@overload
+def all_gather(backend: Backend, array: A, **how: Unpack[AsyncInto[A]]) -> Work[A]: ...
+@overload
+def all_gather(
+    backend: Backend, array: AnyArray, *, out: Parts, **how: Unpack[Blocking]
+) -> Parts: ...
+@overload
+def all_gather(
+    backend: Backend, array: AnyArray, *, out: Parts, **how: Unpack[Async]
+) -> Work[Parts]: ...
 @collective
 def all_gather(
     backend: Backend,
@@ -167,6 +219,22 @@ def all_gather(
     return describe("all_gather", source.dtype_name, source.shape), run
 
 
+@overload
+def gather(
+    backend: Backend, array: A, root: int = ..., **how: Unpack[BlockingInto[A]]
+) -> A | None: ...
+@overload
+def gather(
+    backend: Backend, array: A, root: int = ..., **how: Unpack[AsyncInto[A]]
+) -> Work[A | None]: ...
+@overload
+def gather(
+    backend: Backend, array: AnyArray, root: int = ..., *, out: Parts, **how: Unpack[Blocking]
+) -> Parts | None: ...
+@overload
+def gather(
+    backend: Backend, array: AnyArray, root: int = ..., *, out: Parts, **how: Unpack[Async]
+) -> Work[Parts | None]: ...
 @collective
 def gather(
     backend: Backend,
@@ -190,6 +258,27 @@ def gather(
     return describe("gather", f"root {root}", source.dtype_name, source.shape), run
 
 
+@overload
+def scatter(
+    backend: Backend,
+    array: None = ...,
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: bool = ...,
+    timeout: float | None = ...,
+) -> Any: ...
+@overload
+def scatter(
+    backend: Backend, array: A | Sequence[A] | None, root: int = ..., **how: Unpack[BlockingInto[A]]
+) -> A: ...
+@overload
+def scatter(
+    backend: Backend,
+    array: A | Sequence[A] | None,
+    root: int = ...,
+    **how: Unpack[AsyncInto[A]],
+) -> Work[A]: ...
 @collective
 def scatter(
     backend: Backend,
@@ -233,6 +322,14 @@ def scatter(
     return describe("scatter", f"root {root}"), run
 
 
+@overload
+def reduce_scatter(
+    backend: Backend, array: A | Sequence[A], op: Op = ..., **how: Unpack[BlockingInto[A]]
+) -> A: ...
+@overload
+def reduce_scatter(
+    backend: Backend, array: A | Sequence[A], op: Op = ..., **how: Unpack[AsyncInto[A]]
+) -> Work[A]: ...
 @collective
 def reduce_scatter(
     backend: Backend,
@@ -263,6 +360,32 @@ def reduce_scatter(
     return describe("reduce_scatter", r.op, source.dtype_name, source.shape), run
 
 
+@overload
+def all_to_all(
+    backend: Backend,
+    array: A,
+    *,
+    send_counts: Counts = ...,
+    recv_counts: Counts = ...,
+    **how: Unpack[BlockingInto[A]],
+) -> A: ...
+@overload
+def all_to_all(
+    backend: Backend,
+    array: A,
+    *,
+    send_counts: Counts = ...,
+    recv_counts: Counts = ...,
+    **how: Unpack[AsyncInto[A]],
+) -> Work[A]: ...
+@overload
+def all_to_all(
+    backend: Backend, array: Sequence[A], **how: Unpack[BlockingInto[list[A]]]
+) -> list[A]: ...
+@overload
+def all_to_all(
+    backend: Backend, array: Sequence[A], **how: Unpack[AsyncInto[list[A]]]
+) -> Work[list[A]]: ...
 @collective
 def all_to_all(
     backend: Backend,
@@ -302,6 +425,10 @@ def all_to_all(
     return describe("all_to_all", source.dtype_name, source.shape), run
 
 
+@overload
+def barrier(backend: Backend, **how: Unpack[Blocking]) -> None: ...
+@overload
+def barrier(backend: Backend, **how: Unpack[Async]) -> Work[None]: ...
 @collective
 def barrier(backend: Backend, *, async_op: bool = False, timeout: float | None = None) -> Any:
     """Wait until every rank has called this, at a cost of log2(N) messages per rank."""

@@ -196,12 +196,11 @@ _making = runtime.Lock()
 renew_in_child(_making)
 
 
-def collective(
-    prepare: Callable[Concatenate[Backend, P], Plan],
-) -> Callable[Concatenate[Backend, P], Any]:
+def collective(prepare: Callable[Concatenate[Backend, P], Plan]) -> Callable[..., Any]:
     """Make a collective of a function that checks its arguments and returns a plan.
 
-    The function declares the keywords ``async_op`` and ``timeout`` for ``OperationSequence.call``.
+    The function declares the keywords ``async_op`` and ``timeout`` for ``OperationSequence.call``,
+    and overloads for type checkers: the result depends on the arguments.
     """
     name = prepare.__name__
 
@@ -221,4 +220,4 @@ def collective(
             raise
 
     show_as(name, call)
-    return call  # type: ignore[return-value]  # mypy does not see the wrapped name
+    return call

@@ -53,7 +53,7 @@ class Work(PublicDir, Future[T]):
         self._state = _RUNNING
         self._result: Any = None
         self._exception: BaseException | None = None
-        self._condition = SafeCondition()
+        self._condition: runtime.Condition = SafeCondition()
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self.description = description

@@ -1,14 +1,9 @@
-"""The calling methods of ``RpcAgent``, and the objects that ``agent.to(1)`` returns.
-
-A function is named by an attribute, ``agent.to(1).add(2, 3)``, or passed, as itself or by name,
-``agent.to(1)(add, 2, 3)``. Only the function itself gives a type checker its signature.
-"""
+"""The calling methods of ``RpcAgent``."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
 
 from rankwire.backends.arguments import check_rank
 from rankwire.backends.base import Backend
@@ -17,105 +12,20 @@ from rankwire.deadline import Deadline
 from rankwire.rpc.call import Call, serving
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.proxies import (
+    AsyncRemoteObject,
+    AsyncRemoteRank,
+    Interface,
+    Later,
+    MakeCall,
+    RemoteObject,
+    RemoteRank,
+)
 from rankwire.rpc.registry import Registry
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Returned by an ``async def`` or a function that defers its reply; callers get its result.
-Later: TypeAlias = Awaitable[R] | Future[R]
-
-# Makes a call, given the function or its name, and the arguments.
-MakeCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _check_public(name: str) -> None:
-    """Reject attributes that Python and notebooks look up by themselves."""
-    if name.startswith("_"):
-        raise AttributeError(
-            f"functions whose names begin with an underscore are called as agent.to(rank)({name!r})"
-        )
-
-
-class RemoteFunction(Generic[R]):
-    """A function of another rank, by name. Safe from any thread.
-
-    Its attributes are the methods of the object that the rank has registered by this name:
-    ``agent.to(0).server.pull()`` calls ``"server.pull"``.
-    """
-
-    __slots__ = ("_make_call", "_name")
-
-    def __init__(self, make_call: MakeCall, name: str) -> None:
-        self._make_call = make_call
-        self._name = name
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> R:
-        """Call the function."""
-        return self._make_call(self._name, args, kwargs)  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> RemoteFunction[R]:
-        _check_public(name)
-        return RemoteFunction(self._make_call, f"{self._name}.{name}")
-
-    def __repr__(self) -> str:
-        return f"<remote function {self._name!r}>"
-
-
-class RankFunctions(Generic[R]):
-    """The functions of a rank. Other public attributes would hide functions of that name."""
-
-    __slots__ = ("_description", "_make_call")
-    _MANNER = ""
-
-    def __init__(self, make_call: MakeCall, description: str) -> None:
-        self._make_call = make_call
-        self._description = description
-
-    def __getattr__(self, name: str) -> RemoteFunction[R]:
-        _check_public(name)
-        return RemoteFunction(self._make_call, name)
-
-    def __repr__(self) -> str:
-        return f"<functions of {self._description}{self._MANNER}>"
-
-
-class RemoteRank(RankFunctions[Any]):
-    """The functions of a rank; a call returns the function's result. Safe from any thread."""
-
-    __slots__ = ()
-
-    @overload
-    def __call__(self, function: str, /, *args: Any, **kwargs: Any) -> Any: ...
-    @overload
-    def __call__(
-        self, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R: ...
-    @overload
-    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
-    def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, as ``rpc_sync`` does."""
-        return self._make_call(function, args, kwargs)
-
-
-class AsyncRemoteRank(RankFunctions[RpcFuture[Any]]):
-    """The functions of a rank; a call returns its future. Safe from any thread."""
-
-    __slots__ = ()
-    _MANNER = ", asynchronously"
-
-    @overload
-    def __call__(self, function: str, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]: ...
-    @overload
-    def __call__(
-        self, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RpcFuture[R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RpcFuture[R]: ...
-    def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a call, as ``rpc_async`` does."""
-        return self._make_call(function, args, kwargs)
+T = TypeVar("T")
 
 
 class AgentCalls:
@@ -251,7 +161,28 @@ class AgentCalls:
             deadline = self._deadline(name, timeout, call)
         return self._caller.start(dst, name, deadline, call, args, kwargs)
 
-    def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank:
+    # A Protocol, as a ``Callable``: mypy refuses it as a ``type[T]``, since it has no instances.
+    @overload
+    def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank: ...
+    @overload
+    def to(
+        self,
+        dst: int,
+        interface: Callable[..., T],
+        /,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> T: ...
+    def to(
+        self,
+        dst: int,
+        interface: Any = None,
+        /,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Return a proxy whose methods call the functions of a rank with these settings.
 
         ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
@@ -259,30 +190,72 @@ class AgentCalls:
         keywords of the call, ``timeout`` too, go to the function. The proxy is safe from any
         thread, for any number of calls.
 
+        With a class or Protocol, the proxy is an object of that class to a type checker:
+        ``agent.to(0, Learner).pull()`` calls ``"Learner.pull"``, which the other rank registers
+        with ``register(learner)``. Only public methods of the class can be called; another
+        attribute raises ``AttributeError`` here. A call of an ``async def`` returns its future.
+
         Args:
             dst: The rank to call.
+            interface: The class of an object there, or a Protocol with some of its methods.
+            name: The name of that object; None is the name of ``interface``.
             timeout: Seconds for each call; None is the agent's timeout.
 
         Raises:
-            ConfigurationError: The rank or the timeout is invalid.
+            ConfigurationError: An argument is invalid.
         """
         dst, limit, description = self._settings(dst, timeout)
+        call = self._call_to(dst, limit)
+        if interface is None and name is None:
+            return RemoteRank(call, description)
+        start = self._start_to(dst, limit)
+        return RemoteObject(Interface(interface, name), description, call, start)
 
-        def rpc_sync(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name, deadline, call = self._prepare(function, limit)
-            return self._caller.call(dst, name, deadline, call, args, kwargs)
+    @overload
+    def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank: ...
+    @overload
+    def to_async(
+        self,
+        dst: int,
+        interface: Callable[..., T],
+        /,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncRemoteObject[T]: ...
+    def to_async(
+        self,
+        dst: int,
+        interface: Any = None,
+        /,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncRemoteRank | AsyncRemoteObject[Any]:
+        """Return a proxy like ``to`` does; its calls return futures.
 
-        return RemoteRank(rpc_sync, description)
-
-    def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
-        """Return a proxy like ``to`` does; its calls return futures."""
+        A type checker cannot know ``agent.to_async(0, Learner).pull()``, since ``Learner.pull``
+        returns no future. It checks ``agent.to_async(0, Learner)(Learner.pull)``.
+        """
         dst, limit, description = self._settings(dst, timeout)
+        start = self._start_to(dst, limit)
+        if interface is None and name is None:
+            return AsyncRemoteRank(start, description)
+        return AsyncRemoteObject(Interface(interface, name), description, start, start)
 
-        def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name, deadline, call = self._prepare(function, limit)
-            return self._caller.start(dst, name, deadline, call, args, kwargs)
+    def _call_to(self, dst: int, limit: float) -> MakeCall:
+        def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name, deadline, serving_call = self._prepare(function, limit)
+            return self._caller.call(dst, name, deadline, serving_call, args, kwargs)
 
-        return AsyncRemoteRank(rpc_async, description)
+        return call
+
+    def _start_to(self, dst: int, limit: float) -> MakeCall:
+        def start(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name, deadline, serving_call = self._prepare(function, limit)
+            return self._caller.start(dst, name, deadline, serving_call, args, kwargs)
+
+        return start
 
     def _settings(self, dst: int, timeout: float | None) -> tuple[int, float, str]:
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit

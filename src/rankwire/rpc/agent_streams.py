@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from rankwire.backends.arguments import check_rank
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
-from rankwire.rpc.agent_calls import AgentCalls, RankFunctions
+from rankwire.rpc.agent_calls import AgentCalls
 from rankwire.rpc.argument_streams import ITEMS
 from rankwire.rpc.call import Call, serving
+from rankwire.rpc.proxies import Interface, RankFunctions, RemoteObject
 from rankwire.rpc.stream import UNREAD, WINDOW, WINDOW_NBYTES, Stream, StreamLimits
 from rankwire.wire.credit import MOST_ITEMS, MOST_NBYTES
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Returned by a generator or an async generator.
+Items: TypeAlias = Iterator[T] | AsyncIterator[T]
 
 
 class StreamRank(RankFunctions[Stream[Any]]):
@@ -29,11 +32,7 @@ class StreamRank(RankFunctions[Stream[Any]]):
     def __call__(self, function: str, /, *args: Any, **kwargs: Any) -> Stream[Any]: ...
     @overload
     def __call__(
-        self,
-        function: Callable[P, Iterator[T] | AsyncIterator[T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[T]: ...
     def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a stream, as ``agent.stream`` does."""
@@ -54,16 +53,31 @@ class AgentStreams(AgentCalls):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Stream[Any]: ...
+    # As for ``rpc_sync``: with settings, a type checker only knows the type of the items.
     @overload
     def stream(
         self,
         dst: int,
-        function: Callable[..., Iterator[T] | AsyncIterator[T]],
+        function: Callable[..., Items[T]],
         /,
         *args: Any,
-        window: int = WINDOW,
+        window: int,
         timeout: float | None = None,
         **kwargs: Any,
+    ) -> Stream[T]: ...
+    @overload
+    def stream(
+        self,
+        dst: int,
+        function: Callable[..., Items[T]],
+        /,
+        *args: Any,
+        timeout: float | None,
+        **kwargs: Any,
+    ) -> Stream[T]: ...
+    @overload
+    def stream(
+        self, dst: int, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[T]: ...
     def stream(
         self,
@@ -71,8 +85,8 @@ class AgentStreams(AgentCalls):
         function: Any,
         /,
         *args: Any,
-        window: int = WINDOW,
-        timeout: float | None = None,
+        window: Any = WINDOW,
+        timeout: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Start a generator on another rank, or on this one, and return its items as they come.
@@ -99,6 +113,7 @@ class AgentStreams(AgentCalls):
         """
         return self.to_stream(dst, window=window, timeout=timeout)(function, *args, **kwargs)
 
+    @overload
     def to_stream(
         self,
         dst: int,
@@ -109,11 +124,41 @@ class AgentStreams(AgentCalls):
         timeout: float | None = None,
         total_timeout: float | None = None,
         unread_timeout: float = UNREAD,
-    ) -> StreamRank:
+    ) -> StreamRank: ...
+    @overload
+    def to_stream(
+        self,
+        dst: int,
+        interface: Callable[..., T],
+        /,
+        *,
+        name: str | None = None,
+        window: int = WINDOW,
+        window_nbytes: int = WINDOW_NBYTES,
+        timeout: float | None = None,
+        total_timeout: float | None = None,
+        unread_timeout: float = UNREAD,
+    ) -> T: ...
+    def to_stream(
+        self,
+        dst: int,
+        interface: Any = None,
+        /,
+        *,
+        name: str | None = None,
+        window: int = WINDOW,
+        window_nbytes: int = WINDOW_NBYTES,
+        timeout: float | None = None,
+        total_timeout: float | None = None,
+        unread_timeout: float = UNREAD,
+    ) -> Any:
         """Return a proxy like ``to`` does; its calls return streams.
 
         Args:
             dst: The rank to call.
+            interface: As for ``to``. To a type checker a stream is the iterator that the method
+                returns.
+            name: As for ``to``.
             window: How many items may be on their way or unread, up to 65,536.
             window_nbytes: How many bytes of items may be, up to 1 GiB; one item always may.
             timeout: Seconds to wait for each item; None is the agent's timeout.
@@ -125,12 +170,12 @@ class AgentStreams(AgentCalls):
         Raises:
             ConfigurationError: An argument is invalid.
         """
-        for name, value, most in (
+        for option, value, most in (
             ("window", window, MOST_ITEMS),
             ("window_nbytes", window_nbytes, MOST_NBYTES),
         ):
             if type(value) is not int or not 1 <= value <= most:
-                raise ConfigurationError(f"{name} is a number from 1 to {most}, not {value!r}")
+                raise ConfigurationError(f"{option} is a number from 1 to {most}, not {value!r}")
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
         unread = Deadline(unread_timeout, self._clock).limit
         limits = StreamLimits(limit, unread, window, window_nbytes)
@@ -143,7 +188,10 @@ class AgentStreams(AgentCalls):
             deadline = self._limited(total, call)
             return self._caller.stream(dst, name, limits, deadline, call, args, kwargs)
 
-        return StreamRank(start, f"rank {dst}, each item within {limit:g} s")
+        description = f"rank {dst}, each item within {limit:g} s"
+        if interface is None and name is None:
+            return StreamRank(start, description)
+        return RemoteObject(Interface(interface, name), description, start, start)
 
     def _items_of(self, call: Call, src: int, number: int) -> Stream[Any]:
         """Request the items of an iterator that is an argument of ``call``."""

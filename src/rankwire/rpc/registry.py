@@ -248,19 +248,24 @@ def _own_name(function: Callable[..., Any]) -> str:
 
 
 def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of an object, bound, by name.
-
-    These are functions that its class or a base class defines in Python, not named with an
-    underscore first; also static, class, ``async`` and decorated ones. A class itself has none.
-    """
+    """Return the public methods of an object, bound, by name. A class itself has none."""
     if isinstance(thing, type):
         return {}
-    members: dict[str, Any] = {}
-    for cls in reversed(type(thing).__mro__):
-        if cls.__module__ != "builtins":
-            members.update(vars(cls))
-    names = [n for n, member in members.items() if not n.startswith("_") and _is_method(member)]
+    names = public_methods(type(thing))
     return {name: method for name in names if callable(method := getattr(thing, name))}
+
+
+def public_methods(cls: type) -> list[str]:
+    """Return the names of the methods that others can call on objects of a class.
+
+    These are functions that the class or a base class defines in Python, not named with an
+    underscore first; also static, class, ``async`` and decorated ones.
+    """
+    members: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ != "builtins":
+            members.update(vars(base))
+    return [n for n, member in members.items() if not n.startswith("_") and _is_method(member)]
 
 
 def _is_method(member: Any) -> bool:

@@ -209,7 +209,7 @@ def register_launchers() -> None:
 def _meet(
     url: str, timeout: timedelta | None = None, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    limit = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
+    limit: dict[str, Any] = {} if timeout is None else {"join_timeout": timeout.total_seconds()}
     standing = [backend for backend in _taken if not backend.closed]
     backend = standing[0] if standing else connect(**limit)
     _check_place(backend, url)

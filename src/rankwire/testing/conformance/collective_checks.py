@@ -144,7 +144,7 @@ def the_root_alone_gets_the_result(backend: Backend) -> None:
         values = objects.gather_object(backend, {"rank": rank}, root)
         assert has_values(mine, [[rank, 1], [10 * rank, 2]])
         if rank != root:
-            assert total is joined is values is None
+            assert (total, joined, values) == (None, None, None)
             continue
         ranks = size * (size - 1) // 2
         assert has_values(total, [[ranks, size], [10 * ranks, 2 * size]])
