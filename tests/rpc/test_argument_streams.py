@@ -11,7 +11,7 @@ from interrupts import Interrupt, every_interrupt
 from rankwire import SimulatedBackend
 from rankwire.codec.codec import Codec
 from rankwire.errors import InvalidMessageError, RemoteError, UnsupportedTypeError
-from rankwire.rpc.argument_streams import ITEMS, ArgumentStream, _Number, is_iterator
+from rankwire.rpc.argument_streams import ITEMS, ArgumentStream, _Place, is_iterator
 from rpc.agents import agents_of
 from rpc.test_stream import SHOWN_ELSEWHERE, is_idle
 from worlds import PATIENCE, eventually
@@ -46,7 +46,8 @@ def agents():
 def ended(agents, numbers):
     eventually(lambda: numbers.open == 0)
     eventually(lambda: is_idle(*agents))
-    assert not agents[0]._caller.offered._offered
+    gc.collect()
+    assert not agents[0]._caller.offered._offers
 
 
 def outcome(started):
@@ -65,11 +66,19 @@ def test_an_iterator_inside_another_argument_is_refused(agents):
 
 
 @pytest.mark.parametrize("number", ["1", None, -1.5, [1]])
-def test_only_a_number_stands_for_an_iterator(number):
-    forged = _Number(number)
+def test_only_two_numbers_stand_for_an_iterator(number):
     codec = Codec()
-    with pytest.raises(InvalidMessageError, match="integer"):
-        codec.decode(bytearray().join(codec.encode(forged)[0]), peer=1)
+    for forged in (_Place(1, number), _Place(number, 1)):
+        with pytest.raises(InvalidMessageError, match="two integers"):
+            codec.decode(bytearray().join(codec.encode(forged)[0]), peer=1)
+
+
+def test_a_place_that_was_never_offered_is_refused(agents):
+    numbers = Numbers()
+    agents[1].register("foreign", lambda items: next(ArgumentStream(0, (items._place[0], 5))))
+    with pytest.raises(RemoteError, match="has ended"):
+        agents[0].rpc_sync(1, "foreign", numbers.count(3))
+    ended(agents, numbers)
 
 
 def test_only_the_called_rank_reads_and_only_once(agents):
@@ -84,13 +93,13 @@ def test_only_the_called_rank_reads_and_only_once(agents):
     agents[1].register("hold", hold)
     future = agents[0].rpc_async(1, "hold", numbers.count(10**6))
     assert reading.wait(PATIENCE)
-    (number,) = agents[0]._caller.offered._offered
+    (number,) = agents[0]._caller.offered._offers
     with pytest.raises(RemoteError, match="has ended"):
-        next(agents[2].stream(0, ITEMS, number))
+        next(agents[2].stream(0, ITEMS, number, 0))
     go_on.set()
     assert future.result(PATIENCE) == 0
     with pytest.raises(RemoteError, match="has ended"):
-        next(agents[1].stream(0, ITEMS, number))
+        next(agents[1].stream(0, ITEMS, number, 0))
     ended(agents, numbers)
 
 
@@ -148,5 +157,5 @@ def test_an_interrupt_anywhere_in_a_call_ends_its_iterator(agents):
 
 
 def test_what_came_shows_where_from():
-    assert "rank 3, 0 items" in repr(ArgumentStream(3, 7))
-    ArgumentStream(3, 7).close()
+    assert "rank 3, 0 items" in repr(ArgumentStream(3, (7, 0)))
+    ArgumentStream(3, (7, 0)).close()

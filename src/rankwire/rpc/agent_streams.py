@@ -193,9 +193,9 @@ class AgentStreams(AgentCalls):
             return StreamRank(start, description)
         return RemoteObject(Interface(interface, name), description, start, start)
 
-    def _items_of(self, call: Call, src: int, number: int) -> Stream[Any]:
+    def _items_of(self, call: Call, src: int, place: tuple[int, int]) -> Stream[Any]:
         """Request the items of an iterator that is an argument of ``call``."""
         limits = StreamLimits(self.timeout, UNREAD, WINDOW, WINDOW_NBYTES)
         return self._caller.stream(
-            src, ITEMS, limits, self._limited(math.inf, call), call, (number,), {}
+            src, ITEMS, limits, self._limited(math.inf, call), call, place, {}
         )

@@ -1,6 +1,6 @@
 """Iterators as arguments of a call: the callee reads them as streams from the caller.
 
-A number travels in place of the iterator. Until the call has ended, the rank that was called may
+Two numbers travel in place of the iterator. Until the call has ended, the rank that was called may
 request the items, once, by a stream of its own. Then the caller's agent runs the iterator, and the
 window, the limits and the errors are those of every stream.
 """
@@ -11,7 +11,8 @@ import io
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from rankwire.codec.classes import SHARED
 from rankwire.codec.hooks import BuildContext, TakeContext
@@ -26,47 +27,71 @@ if TYPE_CHECKING:
 
 ITEMS = "\0items of an argument"  # a request; no function can have this name
 
+_ENDED = "the call that had this iterator as an argument has ended"
 _log = logging.getLogger("rankwire")
 T = TypeVar("T")
 
 
-class _Number:
+class _Place(NamedTuple):
     """What is encoded in place of an iterator."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    offer: int
+    position: int
 
 
 class _Offered:
     """An iterator that one rank may request; ``stream`` once it has."""
 
-    def __init__(self, dst: int, items: Any) -> None:
-        self.dst = dst
+    def __init__(self, items: Any) -> None:
         self.items = items
         self.stream: Call | None = None
 
 
 class Offer:
-    """The arguments of one call, with numbers in place of the iterators, until the call ends."""
+    """The arguments of one call with places of the iterators, which the called rank may request.
+
+    It ends with ``end``, or when it is dropped, such as by an interrupt.
+    """
 
     def __init__(
-        self, offers: OfferedItems, dst: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, number: int, server: Server, dst: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._offers = offers
-        self._numbers: list[int] = []
-        self.args = tuple(self._offered(dst, value) for value in args)
-        self.kwargs = {name: self._offered(dst, value) for name, value in kwargs.items()}
+        self._number = number
+        self._server = server
+        self._dst = dst
+        self._offered: list[_Offered] = []
+        self.args = tuple(map(self._placed, args))
+        self.kwargs = {name: self._placed(value) for name, value in kwargs.items()}
 
-    def _offered(self, dst: int, value: Any) -> Any:
+    def _placed(self, value: Any) -> Any:
         if not is_iterator(value):
             return value
-        self._numbers.append(self._offers.add(dst, value))
-        return _Number(self._numbers[-1])
+        self._offered.append(_Offered(value))
+        return _Place(self._number, len(self._offered) - 1)
+
+    def take(self, position: int) -> Any:
+        """Return an iterator to the rank that may request it, in a call that it makes."""
+        stream = serving.get()
+        if stream is None or stream.src != self._dst or not 0 <= position < len(self._offered):
+            raise LookupError(_ENDED)
+        offered = self._offered[position]
+        if offered.stream is not None:
+            raise LookupError("the items of this iterator were requested already")
+        offered.stream = stream
+        return offered.items
 
     def end(self, _: object = None) -> None:
-        """End the iterators: the call has ended. Idempotent."""
-        for number in self._numbers:
-            self._offers.remove(number)
+        """End the iterators, because the call has ended. Idempotent."""
+        offered, self._offered = self._offered, []
+        for each in offered:
+            if each.stream is not None:
+                served: ServedCall = each.stream  # type: ignore[assignment]
+                self._server.cancel_job(served)
+            elif isinstance(each.items, Iterator) and hasattr(each.items, "close"):
+                try:
+                    each.items.close()
+                except Exception:
+                    _log.warning("closing %r raised", each.items, exc_info=True)
 
     def __enter__(self) -> Self:
         return self
@@ -80,45 +105,23 @@ class OfferedItems:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._offered: dict[int, _Offered] = {}
+        self._offers: WeakValueDictionary[int, Offer] = WeakValueDictionary()
         self._numbers = itertools.count(1)
 
     def offer(self, dst: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offer | None:
         """Offer the iterators among the arguments of a call; None if there are none."""
         if not any(map(is_iterator, (*args, *kwargs.values()))):
             return None
-        return Offer(self, dst, args, kwargs)
-
-    def add(self, dst: int, items: Any) -> int:
-        """Let a rank request the items of an iterator; return its number."""
         number = next(self._numbers)
-        self._offered[number] = _Offered(dst, items)
-        return number
+        offer = self._offers[number] = Offer(number, self._server, dst, args, kwargs)
+        return offer
 
-    def take(self, number: int) -> Any:
-        """Return an iterator to the rank that may request it. Served as the function ``ITEMS``."""
-        stream = serving.get()
-        offered = self._offered.get(number)
-        if stream is None or offered is None or offered.dst != stream.src:
-            raise LookupError("the call that had this iterator as an argument has ended")
-        if offered.stream is not None:
-            raise LookupError("the items of this iterator were requested already")
-        offered.stream = stream
-        return offered.items
-
-    def remove(self, number: int) -> None:
-        """End an iterator, or the stream of its items. Idempotent."""
-        offered = self._offered.pop(number, None)
-        if offered is None:
-            return
-        if offered.stream is not None:
-            served: ServedCall = offered.stream  # type: ignore[assignment]
-            self._server.cancel_job(served)
-        elif isinstance(offered.items, Iterator) and hasattr(offered.items, "close"):
-            try:
-                offered.items.close()
-            except Exception:
-                _log.warning("closing %r raised", offered.items, exc_info=True)
+    def take(self, number: int, position: int) -> Any:
+        """Return the iterator at a place. Served as the function ``ITEMS``."""
+        offer = self._offers.get(number)
+        if offer is None:
+            raise LookupError(_ENDED)
+        return offer.take(position)
 
 
 class ArgumentStream(Generic[T]):
@@ -128,9 +131,9 @@ class ArgumentStream(Generic[T]):
     function runs to which it was passed. Leaving the loop early ends the caller's iterator.
     """
 
-    def __init__(self, src: int, number: int) -> None:
+    def __init__(self, src: int, place: tuple[int, int]) -> None:
         self._src = src
-        self._number = number
+        self._place = place
         self._stream: Stream[T] | None = None
 
     def _opened(self) -> Stream[T]:
@@ -142,7 +145,7 @@ class ArgumentStream(Generic[T]):
                     "in a thread of your own, run that with contextvars.copy_context()"
                 )
             served: ServedCall = call  # type: ignore[assignment]
-            self._stream = served.items_of(self._src, self._number)
+            self._stream = served.items_of(self._src, self._place)
         return self._stream
 
     def __iter__(self) -> Iterator[T]:
@@ -172,14 +175,14 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, (Iterator, AsyncIterator)) and not isinstance(value, io.IOBase)
 
 
-def _take(value: _Number, sending: TakeContext) -> int:
-    return value.number
+def _take(value: _Place, sending: TakeContext) -> list[int]:
+    return [*value]
 
 
 def _build(state: Any, receiving: BuildContext) -> Any:
-    if type(state) is not int or receiving.peer is None:
-        raise InvalidMessageError("the number of an iterator is an integer")
-    return ArgumentStream(receiving.peer, state)
+    if type(state) is not list or [*map(type, state)] != [int, int] or receiving.peer is None:
+        raise InvalidMessageError("the place of an iterator is two integers")
+    return ArgumentStream(receiving.peer, (state[0], state[1]))
 
 
-SHARED.add(_Number, "rankwire.iterator", _take, _build)
+SHARED.add(_Place, "rankwire.iterator", _take, _build)

@@ -80,9 +80,9 @@ class ServedCall(Call):
         """Whether it is a coroutine that has not ended."""
         return self.function.is_async and self._request is not None
 
-    def items_of(self, src: int, number: int) -> Stream[Any]:
+    def items_of(self, src: int, place: tuple[int, int]) -> Stream[Any]:
         """Request the items of an iterator that is an argument of this call."""
-        return self._server.items_of(self, src, number)
+        return self._server.items_of(self, src, place)
 
     def run(self, worker: Worker | None) -> None:
         """Run the function and reply. Does not raise."""

@@ -73,7 +73,7 @@ class Server:
         self._codec = codec
         self._draining = False
         self.is_stopping = False  # running calls are being cancelled
-        self.items_of: Callable[[Call, int, int], Stream[Any]]  # set by the agent
+        self.items_of: Callable[[Call, int, tuple[int, int]], Stream[Any]]  # set by the agent
 
         def check() -> bool:
             return (
