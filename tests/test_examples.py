@@ -42,6 +42,13 @@ def test_actor_learner():
     assert float(rewards[1]) < float(rewards[2])
 
 
+def test_data_loaders():
+    output = launch(4, "data_loaders.py")
+    error = re.search(r"300 batches, largest error ([\d.]+)", output)
+    assert error is not None
+    assert float(error[1]) < 0.05
+
+
 def test_data_parallel_in_processes():
     check_training(launch(4, "data_parallel.py", "--steps", "12"))
 
