@@ -340,6 +340,7 @@ OWN_WAITS = {
     "torch/torch_rendezvous.py": "torch's stores wait by the system clock, before there is a world",
     "torch/group_operations.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
+    "testing/conformance/role_checks.py": "a backend waits for a rank by its own clock",
 }
 # What has a ``wait`` of its own: by a deadline, and so the clock, or for bytes of a transport.
 WAITS_BY_DEADLINE = {

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwire import runtime
+from rankwire.backends.roles import parse_roles
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
@@ -51,6 +52,7 @@ TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 SEGMENT = "RANKWIRE_SEGMENT"
+ROLES = "RANKWIRE_ROLES"
 _SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
 # Seconds between two attempts to join while the last world still exists.
@@ -75,7 +77,7 @@ def connect(**options: Any) -> TcpBackend:
     ``RANKWIRE_LISTEN``, ``RANKWIRE_ADVERTISE`` and ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
     ``_KEY``, ``_CA`` and ``_NAMES`` set the arguments of those names; ``RANKWIRE_SEGMENT`` sets
-    ``segment_nbytes``, and ``RANKWIRE_TIMEOUT`` sets ``timeout``.
+    ``segment_nbytes``, ``RANKWIRE_TIMEOUT`` sets ``timeout``, ``RANKWIRE_ROLES`` sets ``roles``.
 
     Under ``rankwire run``, an error that ends the program is printed in short form.
     ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
@@ -100,6 +102,8 @@ def connect(**options: Any) -> TcpBackend:
         "has_coordinator": place.has_coordinator and "address" not in options,
         "clock": REAL_TIME,
     } | options
+    if "world_size" not in options and os.environ.get(ROLES):
+        arguments.setdefault("roles", parse_roles(os.environ[ROLES]))
     arguments = _read_settings(os.environ, arguments) | arguments
     _log.info(
         "rank %s of %s, started by %s; the world forms at %s",

@@ -131,12 +131,18 @@ class AgentCalls:
     # it only knows the type of the result. ``to(rank, timeout=...)`` has both.
     @overload
     def rpc_sync(
-        self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        dst: int | str,
+        function: str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> Any: ...
     @overload
     def rpc_sync(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Later[R]],
         /,
         *args: Any,
@@ -146,7 +152,7 @@ class AgentCalls:
     @overload
     def rpc_sync(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., R],
         /,
         *args: Any,
@@ -155,19 +161,19 @@ class AgentCalls:
     ) -> R: ...
     @overload
     def rpc_sync(
-        self, dst: int, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     @overload
     def rpc_sync(
-        self, dst: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     def rpc_sync(
-        self, dst: int, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
+        self, dst: int | str, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
     ) -> Any:
         """Call a function of another rank, or of this one, and return its result.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name, such as ``"rollout/0"``.
             function: A name registered there, or a function registered here under the same name.
                 With the function itself, a type checker checks the arguments (unless you pass
                 ``timeout``) and knows the type of the result.
@@ -202,12 +208,18 @@ class AgentCalls:
 
     @overload
     def rpc_async(
-        self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        dst: int | str,
+        function: str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> RpcFuture[Any]: ...
     @overload
     def rpc_async(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Later[R]],
         /,
         *args: Any,
@@ -217,7 +229,7 @@ class AgentCalls:
     @overload
     def rpc_async(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., R],
         /,
         *args: Any,
@@ -226,14 +238,14 @@ class AgentCalls:
     ) -> RpcFuture[R]: ...
     @overload
     def rpc_async(
-        self, dst: int, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[R]: ...
     @overload
     def rpc_async(
-        self, dst: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[R]: ...
     def rpc_async(
-        self, dst: int, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
+        self, dst: int | str, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
     ) -> Any:
         """Start a call and return its future.
 
@@ -251,7 +263,7 @@ class AgentCalls:
             deadline = self._deadline(name, timeout, call)
         return self._caller.start(dst, name, deadline, call, args, kwargs)
 
-    def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank:
+    def to(self, dst: int | str, /, *, timeout: float | None = None) -> RemoteRank:
         """Return a proxy whose methods call the functions of a rank with these settings.
 
         ``agent.to(1, timeout=5).add(2, 3)`` is ``agent.rpc_sync(1, "add", 2, 3, timeout=5)``, and
@@ -260,7 +272,7 @@ class AgentCalls:
         thread, for any number of calls.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name, such as ``"rollout/0"``.
             timeout: Seconds for each call; None is the agent's timeout.
 
         Raises:
@@ -274,7 +286,7 @@ class AgentCalls:
 
         return RemoteRank(rpc_sync, description)
 
-    def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank:
+    def to_async(self, dst: int | str, /, *, timeout: float | None = None) -> AsyncRemoteRank:
         """Return a proxy like ``to`` does; its calls return futures."""
         dst, limit, description = self._settings(dst, timeout)
 
@@ -284,9 +296,9 @@ class AgentCalls:
 
         return AsyncRemoteRank(rpc_async, description)
 
-    def _settings(self, dst: int, timeout: float | None) -> tuple[int, float, str]:
+    def _settings(self, dst: int | str, timeout: float | None) -> tuple[int, float, str]:
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
-        dst = check_rank(dst, self.backend.world_size)
+        dst = check_rank(dst, self.backend.world_size, self.backend.roles)
         return dst, limit, f"rank {dst}, each call within {limit:g} s"
 
     def _prepare(self, function: Any, limit: float) -> tuple[str, Deadline, Call | None]:

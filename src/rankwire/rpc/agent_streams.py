@@ -48,7 +48,7 @@ class AgentStreams(AgentCalls):
     @overload
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: str,
         /,
         *args: Any,
@@ -59,7 +59,7 @@ class AgentStreams(AgentCalls):
     @overload
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Iterator[T] | AsyncIterator[T]],
         /,
         *args: Any,
@@ -69,7 +69,7 @@ class AgentStreams(AgentCalls):
     ) -> Stream[T]: ...
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: Any,
         /,
         *args: Any,
@@ -85,7 +85,7 @@ class AgentStreams(AgentCalls):
         there. The function runs at most once.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name.
             function: As for ``rpc_sync``.
             *args: Positional arguments.
             window: How many items may be on their way or unread.
@@ -103,7 +103,7 @@ class AgentStreams(AgentCalls):
 
     def to_stream(
         self,
-        dst: int,
+        dst: int | str,
         /,
         *,
         window: int = _WINDOW,
@@ -114,7 +114,7 @@ class AgentStreams(AgentCalls):
         """Return a proxy like ``to`` does; its calls return streams.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name.
             window: How many items may be on their way or unread, up to 65,536.
             window_nbytes: How many bytes of items may be, up to 1 GiB; one item always may.
             timeout: Seconds to wait for each item; None is the agent's timeout.
@@ -132,7 +132,7 @@ class AgentStreams(AgentCalls):
                 raise ConfigurationError(f"{name} is a number from 1 to {most}, not {value!r}")
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
         total = math.inf if total_timeout is None else Deadline(total_timeout, self._clock).limit
-        dst = check_rank(dst, self.backend.world_size)
+        dst = check_rank(dst, self.backend.world_size, self.backend.roles)
 
         def start(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
             name = function if type(function) is str else self._registry.name_of(function)

@@ -72,7 +72,7 @@ class Caller:
 
     def call(
         self,
-        dst: int,
+        dst: int | str,
         name: str,
         deadline: Deadline,
         call: Call | None,
@@ -82,7 +82,7 @@ class Caller:
         """Call a function and return its result; ``call`` is the call being served, if any."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
-                dst = check_rank(dst, self._backend.world_size)
+                dst = check_rank(dst, self._backend.world_size, self._backend.roles)
             chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
             left, max_nbytes = deadline.limit, self._max_nbytes
             message = encode_request(self.codec, name, left, chain, args, kwargs, dst, max_nbytes)
@@ -115,7 +115,7 @@ class Caller:
 
     def start(
         self,
-        dst: int,
+        dst: int | str,
         name: str,
         deadline: Deadline,
         call: Call | None,
@@ -125,7 +125,7 @@ class Caller:
         """Start a call and return its future; raises only if an argument is invalid."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
-                dst = check_rank(dst, self._backend.world_size)
+                dst = check_rank(dst, self._backend.world_size, self._backend.roles)
             message = self._encode(dst, name, deadline.limit, call, args, kwargs)
         except RankwireError as error:
             cause = error.__cause__
@@ -374,7 +374,7 @@ class Caller:
         error: RankwireError,
         op: str,
         name: str,
-        dst: int,
+        dst: int | str,
         deadline: Deadline,
         call: Call | None,
     ) -> RankwireError:
@@ -384,4 +384,5 @@ class Caller:
             error.explain(f"the calls are {describe_chain(chain)}")
         elif isinstance(error, RemoteError):
             error = self._server.registry.errors.typed(error)
-        return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
+        peer = None if isinstance(dst, str) else dst  # the name of no rank
+        return self._backend.explained(error, f"{op} {name!r}", deadline, peer)
