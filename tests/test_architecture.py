@@ -341,6 +341,7 @@ OWN_WAITS = {
     "torch/group_operations.py": "a Work waits by its own clock",
     "testing/conformance/message_checks.py": "a handle waits by its own clock",
     "testing/conformance/stream_checks.py": "checks wait for generators to end, as a program does",
+    "testing/conformance/role_checks.py": "a backend waits for a rank by its own clock",
 }
 # What has a ``wait`` of its own: by a deadline, and so the clock, or for bytes of a transport.
 WAITS_BY_DEADLINE = {

@@ -107,9 +107,10 @@ def test_what_to_do_with_one_rank(name):
 
 def test_router():
     """Workers die on their way; every question is answered all the same."""
-    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", "--no-prefix"]
+    command = [sys.executable, "-m", "rankwire", "run", "--no-prefix"]
     command += ["--on-failure", "restart", "--max-restarts", "20"]
-    command += [str(EXAMPLES / "router.py"), "--batches", "150", "--crash", "0.02"]
+    command += ["-n", "1", str(EXAMPLES / "router.py"), "--batches", "150", ":", "-n", "3"]
+    command += ["--name", "worker", str(EXAMPLES / "router_worker.py"), "--crash", "0.02"]
     done = Child(command).result(50)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "150 batches in" in done.stdout

@@ -36,7 +36,7 @@ def test_the_package_exports_the_public_names():
         "TcpBackend", "SimulatedBackend", "SubBackend", "Backend", "FaultPlan", "connect",
         "ANY_RANK", "MessageHandle", "TakeContext", "BuildContext", "message",
         "RpcAgent", "RpcFuture", "Stream", "Codec", "current_call", "Call", "__version__",
-        "DeviceMesh",
+        "DeviceMesh", "Roles",
         "Work", "Tls", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter",
         "reduce_scatter", "all_to_all", "barrier", "all_reduce_coalesced", "all_gather_object",
         "gather_object", "broadcast_object", "scatter_object", "all_to_all_object", "PremulSum",

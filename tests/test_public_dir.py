@@ -17,7 +17,7 @@ FUTURE = {
 BACKEND = {
     "rank", "world_size", "incarnation", "timeout", "max_message_nbytes", "clock", "security",
     "send", "recv", "recv_into", "recv_any", "send_array", "recv_array", "sendrecv",
-    "isend", "irecv", "irecv_into", "isend_array", "irecv_array", "barrier",
+    "isend", "irecv", "irecv_into", "isend_array", "irecv_array", "barrier", "roles", "wait_for",
     "alive", "status", "on_peer_lost", "on_peer_joined", "on_peer_suspected", "close", "closed",
 }  # fmt: skip
 SHOWN = {

@@ -13,6 +13,7 @@ from rankwire.backends.base import Backend
 from rankwire.backends.connect import connect
 from rankwire.backends.handles import MessageHandle
 from rankwire.backends.posting import ANY_RANK
+from rankwire.backends.roles import Roles
 from rankwire.backends.tcp import TcpBackend
 from rankwire.codec.classes import message
 from rankwire.codec.codec import Codec
@@ -70,6 +71,7 @@ __all__ = [
     "MessageHandle",
     "PremulSum",
     "BuildContext",
+    "Roles",
     "RpcAgent",
     "RpcFuture",
     "Stream",

@@ -8,14 +8,22 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from rankwire import __version__
 from rankwire.errors import ConfigurationError
 from rankwire.launch.run import run as run_ranks
-from rankwire.launch.run_options import FailureRules, JobHosts, OnFailure, RunOptions
+from rankwire.launch.run_options import (
+    ExitCode,
+    FailureRules,
+    JobHosts,
+    OnFailure,
+    Program,
+    RunOptions,
+    role_of,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -57,7 +65,24 @@ def _option(*names: str, **how: Any) -> Any:
     return typer.Option(*names, **{"metavar": "N", **how})
 
 
+_Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.")
+]
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ARGS", help="Passed to the script, including options. A lone `:` ends them."
+    ),
+]
 _Ranks = Annotated[int, _option("-n", "--ranks", min=1, help="How many ranks on this host.")]
+_Role = Annotated[
+    str | None,
+    _option(
+        "--name",
+        metavar="ROLE",
+        help="The role of these ranks, ROLE/0, ROLE/1 and so on. Default: the program's name.",
+    ),
+]
 _IsModule = Annotated[
     bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
 ]
@@ -103,6 +128,13 @@ _MaxRestarts = Annotated[
         help="With --on-failure restart: restarts of each rank; one more failure ends the job.",
     ),
 ]
+_ExitCode = Annotated[
+    ExitCode,
+    typer.Option(
+        help="The exit code of the job: that of any rank that fails, the first of them; or that"
+        " of rank 0, whatever happens to the others, unless the job is stopped before it ends."
+    ),
+]
 _Debugged = Annotated[
     int | None,
     _option(
@@ -127,15 +159,11 @@ _LogDir = Annotated[
 # The first positional argument is the program; all arguments after it go to the program.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    program: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.")
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Passed to the script, including options."),
-    ] = None,
+    program: _Script,
+    arguments: _Arguments = None,
     *,
     ranks: _Ranks,
+    role: _Role = None,
     is_module: _IsModule = False,
     nodes: _Nodes = 1,
     node: _Node = 0,
@@ -145,6 +173,7 @@ def run(
     restarts: _Restarts = 0,
     on_failure: _OnFailure = OnFailure.STOP,
     max_restarts: _MaxRestarts = FailureRules.max_restarts,
+    exit_code: _ExitCode = FailureRules.exit_code,
     debugged: _Debugged = None,
     grace: _Grace = RunOptions.grace,
     has_prefix: _HasPrefix = True,
@@ -153,6 +182,11 @@ def run(
     """Start a Python program as N ranks on this host, and stop all when one fails.
 
     Example: `rankwire run -n 4 train.py --epochs 3`
+
+    Several programs in one world are separated by `:`, as with mpiexec, each with its own -n,
+    --name, -m and arguments; all other options come first: `rankwire run -n 1 trainer.py : -n 2
+    --name rollout rollout.py`. Rank 0 is `trainer/0`, ranks 1 and 2 are `rollout/0` and
+    `rollout/1`.
 
     On several hosts, run the same line on each, with its own node rank:
     `rankwire run -n 4 --nnodes 2 --node-rank 0 --master host0:29400 --secret-file job.secret
@@ -163,16 +197,17 @@ def run(
     started before; ranks get the job's secret by file descriptor.
 
     When a rank fails, the others get SIGTERM, and SIGKILL after the grace, unless --on-failure says
-    otherwise. The exit code is that of the rank that failed first; a restarted rank has not failed
-    if its last process exits with 0. Ctrl-C interrupts all ranks, a second one kills them.
+    otherwise. The exit code is that of the rank that failed first, unless --exit-code says rank0; a
+    restarted rank has not failed if its last process exits with 0. Ctrl-C interrupts all ranks, a
+    second one kills them.
     """
+    first, *later = _split(arguments or [])
     options = RunOptions(
-        [*_interpreter_arguments(program, is_module), *(arguments or [])],
-        ranks,
+        [_program(program, first, ranks, role, is_module), *map(_parse_program, later)],
         JobHosts(nodes, node, master),
         _named_by("RANKWIRE_SECRET_FILE", secret_file, nodes),
         _named_by("RANKWIRE_TLS_DIR", tls_dir, nodes),
-        FailureRules(restarts, on_failure, max_restarts),
+        FailureRules(restarts, on_failure, max_restarts, exit_code),
         debugged,
         grace,
         has_prefix,
@@ -205,7 +240,8 @@ def doctor(
     if sys.stdout.isatty():  # the ranks write to a pipe
         os.environ.setdefault("FORCE_COLOR", "1")
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-    options = RunOptions(command + ["--json"] * is_json, ranks=ranks, has_prefix=False)
+    program = Program(command + ["--json"] * is_json, ranks)
+    options = RunOptions([program], has_prefix=False)
     raise typer.Exit(run_ranks(options))
 
 
@@ -239,6 +275,54 @@ def certificates(
         f"Then start there: rankwire run --tls {folder} ...\n"
         f"or with another launcher: RANKWIRE_TLS_DIR={folder}"
     )
+
+
+# Parses what follows a ``:``. An unknown option is taken for the program.
+_later = typer.Typer(add_completion=False)
+
+
+@_later.command(
+    add_help_option=False,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def _parse_later(
+    program: _Script,
+    arguments: _Arguments = None,
+    *,
+    ranks: _Ranks,
+    role: _Role = None,
+    is_module: _IsModule = False,
+) -> Program:
+    if program.startswith("-") and not Path(program).is_file():
+        raise ConfigurationError(
+            f"{program} is no option of a program after `:`, which has -n, --name and -m; options"
+            " of the whole job come before the first program"
+        )
+    return _program(program, arguments or [], ranks, role, is_module)
+
+
+def _parse_program(words: list[str]) -> Program:
+    command = typer.main.get_command(_later)
+    return cast(Program, command.main(words, "rankwire run ... :", standalone_mode=False))
+
+
+def _split(arguments: list[str]) -> list[list[str]]:
+    """Return the arguments of the first program, and the words of each later one."""
+    parts: list[list[str]] = [[]]
+    for word in arguments:
+        if word == ":":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _program(
+    program: str, arguments: list[str], ranks: int, role: str | None, is_module: bool
+) -> Program:
+    command = [*_interpreter_arguments(program, is_module), *arguments]
+    name = program.rpartition(".")[2] if is_module else Path(program).stem
+    return Program(command, ranks, role_of(name) if role is None else role)
 
 
 def _interpreter_arguments(program: str, is_module: bool) -> list[str]:

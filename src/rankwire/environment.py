@@ -21,8 +21,8 @@ KNOWN = frozenset(
     _PREFIX + name
     for name in (
         *("ADDRESS", "ADVERTISE", "COORDINATOR", "DEBUG_RANK", "FULL_TRACEBACK", "JOB"),
-        *("LAUNCHER", "LISTEN", "LOG_FILE", "PORT", "RANK", "RESTART_COUNT", "RUNTIME_DIR"),
-        *("SECRET", "SECRET_FD", "SECRET_FILE", "SECURITY", "SEGMENT", "TIMEOUT"),
+        *("LAUNCHER", "LISTEN", "LOG_FILE", "PORT", "RANK", "RESTART_COUNT", "ROLES"),
+        *("RUNTIME_DIR", "SECRET", "SECRET_FD", "SECRET_FILE", "SECURITY", "SEGMENT", "TIMEOUT"),
         *("TLS_CA", "TLS_CERT", "TLS_DIR", "TLS_KEY", "TLS_NAMES", "WORLD_SIZE"),
     )
 )

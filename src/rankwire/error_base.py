@@ -12,6 +12,7 @@ class RankwireError(Exception):
         op: The operation, such as ``"recv"`` or ``"rpc_sync add"``.
         rank: The rank that raised this.
         peer: The rank at the other end.
+        peer_name: Its name, such as ``"rollout/0"``, if ranks have roles; else empty.
         tag: The message tag.
         waited: Seconds spent in the operation.
         root: The world rank whose failure caused this error, if known.
@@ -26,6 +27,7 @@ class RankwireError(Exception):
     op: str | None = None
     rank: int | None = None
     peer: int | None = None
+    peer_name: str = ""
     tag: int | None = None
     waited: float | None = None
 
@@ -66,11 +68,9 @@ class RankwireError(Exception):
         return twin
 
     def __str__(self) -> str:
-        context = [
-            f"{name} {value}"
-            for name in ("op", "rank", "peer", "tag")
-            if (value := getattr(self, name)) is not None
-        ]
+        peer = f"{self.peer} ({self.peer_name})" if self.peer_name else self.peer
+        shown = {"op": self.op, "rank": self.rank, "peer": peer, "tag": self.tag}
+        context = [f"{name} {value}" for name, value in shown.items() if value is not None]
         if self.waited is not None:
             context.append(f"waited {self.waited:.3g} s")
         return f"{self.message} [{', '.join(context)}]" if context else self.message

@@ -49,9 +49,12 @@ class InvalidWorldSizeError(ConfigurationError):
 class InvalidRankError(ConfigurationError):
     """A rank is outside the world or group."""
 
-    def __init__(self, invalid_rank: int, world_size: int, *, what: str = "rank") -> None:
+    def __init__(
+        self, invalid_rank: int | str, world_size: int, *, what: str = "rank", why: str = ""
+    ) -> None:
         super().__init__(
-            f"{what} {invalid_rank!r} is not one of the {world_size} ranks 0..{world_size - 1}"
+            why
+            or f"{what} {invalid_rank!r} is not one of the {world_size} ranks 0..{world_size - 1}"
         )
         self.invalid_rank = invalid_rank
         self.world_size = world_size
@@ -278,7 +281,7 @@ class FunctionNotFoundError(RankwireError, LookupError):
             text = (
                 f"no function {name!r} is registered there, nor any other: is a barrier missing"
                 " between registering and the first call? (A rank that was started anew passes its"
-                " functions to RpcAgent(resolve=...).)"
+                " functions to RpcAgent(serve=...).)"
             )
         super().__init__(text)
         self.name = name

@@ -14,6 +14,7 @@ from rankwire.clock import REAL_TIME
 from rankwire.errors import (
     AuthenticationError,
     ChannelClosedError,
+    DeadlineExceededError,
     MembershipError,
     PeerLostError,
     RendezvousError,
@@ -129,6 +130,52 @@ def test_a_rank_comes_back_and_talks_to_all(job):
         assert "incarnation 1" in str(status)
         assert job.ranks[other].link_to(1).incarnation == 1
         assert back.status().peers[other].incarnation == 0
+
+
+def test_a_wait_returns_when_the_rank_is_back(job):
+    job.ranks[0].wait_for(1, timeout=0.0)
+    job.lose(1)
+    waiting = [Running(job.ranks[rank].wait_for, 1) for rank in (0, 2)]
+    with pytest.raises(DeadlineExceededError, match="it was lost and has not come back"):
+        job.ranks[0].wait_for(1, timeout=0.05)
+    assert not any(each.done for each in waiting)
+    job.restart(1)
+    for each in waiting:
+        each.result()
+    job.ranks[0].send(b"welcome", 1)
+    assert job.ranks[1].recv(0) == b"welcome"
+
+
+def test_a_wait_ends_when_nobody_can_bring_the_rank_back(job):
+    job.lose(1)
+    waiting = Running(job.ranks[0].wait_for, 1)
+    job.host.close()
+    with pytest.raises(PeerLostError, match="it fell"):
+        waiting.result()
+    with pytest.raises(PeerLostError):
+        job.ranks[2].wait_for(1)
+
+
+def test_a_wait_ends_when_its_backend_is_closed(job):
+    job.lose(1)
+    waiting = Running(job.ranks[0].wait_for, 1)
+    job.ranks[0].close()
+    with pytest.raises(ChannelClosedError, match="this backend is closed"):
+        waiting.result()
+
+
+def test_a_group_does_not_wait_for_a_lost_member(job):
+    groups = [Running(SubBackend, rank, [0, 1, 2]) for rank in job.ranks]
+    group, *_ = [each.result() for each in groups]
+    group.wait_for(1)
+    for _ in range(2):
+        job.lose(1)
+        with pytest.raises(PeerLostError):
+            group.wait_for(1)
+        job.restart(1)
+        job.ranks[0].wait_for(1)
+        with pytest.raises(PeerLostError):
+            group.wait_for(1)
 
 
 def test_others_are_told_of_the_loss_and_then_of_the_return(job):

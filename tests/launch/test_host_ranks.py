@@ -10,7 +10,7 @@ from rankwire.launch.host_ranks import HostRanks, LaunchedRank
 from rankwire.launch.output import Loop, Output
 from rankwire.launch.process import Subreaper
 from rankwire.launch.reaper import Reaper
-from rankwire.launch.run_options import JobHosts, RunOptions
+from rankwire.launch.run_options import JobHosts, Program, RunOptions
 from rankwire.rendezvous.launchers import Start
 
 HOSTS = JobHosts(master="127.0.0.1:1")
@@ -25,7 +25,7 @@ def ranks(tmp_path: Path):
         closing(Subreaper(reaper)) as subreaper,
     ):
         output = Output(selector)
-        options = RunOptions([str(tmp_path / "script.py")], ranks=2, hosts=HOSTS, grace=0.1)
+        options = RunOptions([Program([str(tmp_path / "script.py")], 2)], hosts=HOSTS, grace=0.1)
         local = HostRanks(options, Loop(selector, list, output), subreaper, b"x" * 32)
         local.start(Start(2, 0, "job", 0))
         yield local

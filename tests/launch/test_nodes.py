@@ -132,6 +132,40 @@ def test_one_world_with_ranks_numbered_by_node(hosts):
     assert len({line.partition(" ")[2] for host in lines for line in host}) == 1
 
 
+def test_hosts_with_programs_of_their_own_share_roles(hosts):
+    """Ranks of a role are counted through; a restarted one has its own program on its host."""
+    hosts.write(
+        """
+import rankwire
+with rankwire.connect() as backend, rankwire.RpcAgent(backend, serve={"pid": os.getpid}) as agent:
+    if rank > 0:
+        agent.serve()
+    else:
+        for rank, name in enumerate(["trainer/0", "rollout/0", "rollout/1", "rollout/2"]):
+            assert backend.roles.name_of(rank) == name
+        before = agent.to("rollout/2").pid()
+        if "restart" in sys.argv:
+            os.kill(before, signal.SIGKILL)
+            while backend.failure_of(3) is None:
+                time.sleep(0.01)
+            backend.wait_for("rollout/2")
+            assert agent.to("rollout/2").pid() != before
+        print(dict(backend.roles))
+        agent.stop("rollout")
+"""
+    )
+    script = str(hosts.script)
+    first = hosts.command(0, "--name", "trainer", "--on-failure", "restart", ranks=1)
+    first += ["restart", ":", "-n", "1", "--name", "rollout", script]
+    second = hosts.command(1, "--name", "rollout", ranks=2)
+    hosts.launchers += [Launched(first), Launched(second)]
+    (code, stdout, stderr), other = wait_all(hosts.launchers, 40.0)
+    assert (code, other[0]) == (0, 0), (stderr, other)
+    assert stdout == "[rank 0 trainer/0] {'trainer': (0,), 'rollout': (1, 2, 3)}\n"
+    assert "rank 3 (rollout/2) failed (killed by SIGKILL" in stderr
+    assert "on node 1" in stderr
+
+
 @pytest.mark.slow
 def test_launchers_in_any_order_and_a_wrong_node_count(hosts):
     hosts.write(CONNECT + "print('sum', backend.world_size); backend.close()")

@@ -17,7 +17,7 @@ from launched import COMMAND, PATIENT_COMMAND
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 from rankwire.launch import run as run_module
 from rankwire.launch.run import run as run_ranks
-from rankwire.launch.run_options import RunOptions
+from rankwire.launch.run_options import Program, RunOptions
 
 SLEEP = "\nready()\ntime.sleep(60)\n"
 IGNORE = "\nfor number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
@@ -104,15 +104,15 @@ def test_a_rank_inherits_nothing_else(run):
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_a_world_without_ranks_is_refused(ranks):
     with pytest.raises(InvalidWorldSizeError):
-        run_ranks(RunOptions(["x.py"], ranks=ranks))
+        run_ranks(RunOptions([Program(["x.py"], ranks)]))
 
 
 def test_impossible_settings_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError):
-        run_ranks(RunOptions(["x.py"], ranks=1, grace=float("nan")))
+        run_ranks(RunOptions([Program(["x.py"], 1)], grace=float("nan")))
     with pytest.raises(ConfigurationError, match="file"):
-        run_ranks(RunOptions(["x.py"], ranks=1, log_dir=tmp_path / "file"))
+        run_ranks(RunOptions([Program(["x.py"], 1)], log_dir=tmp_path / "file"))
 
 
 CONNECT = """
@@ -139,7 +139,7 @@ def test_without_any_safe_folder_the_launcher_makes_one_for_the_job(tmp_path, mo
     monkeypatch.setattr(run_module, "find_runtime_folder", refuse)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
     (tmp_path / "x.py").write_text(f"import os\nrank = int(os.environ['RANKWIRE_RANK']){CONNECT}")
-    assert run_ranks(RunOptions([str(tmp_path / "x.py")], ranks=2, has_prefix=False)) == 0
+    assert run_ranks(RunOptions([Program([str(tmp_path / "x.py")], 2)], has_prefix=False)) == 0
     stdout, stderr = capfd.readouterr()
     (folder,) = {line.removeprefix("unix ") for line in stdout.splitlines()}
     assert f"somebody has taken them all; {folder} is used instead" in stderr

@@ -128,10 +128,10 @@ def test_launchers_are_let_in_by_their_numbers(launcher):
     link = launcher.dial(2, 3)
     eventually(lambda: launcher.launchers)
     ((node, other_end),) = launcher.launchers
-    link.tell(Here(4, "host"))
+    link.tell(Here(["role"] * 4, "host"))
     heard = []
     eventually(lambda: heard.extend(other_end.receive()) or heard)
-    assert (node, heard) == (2, [Here(4, "host")])
+    assert (node, heard) == (2, [Here(["role"] * 4, "host")])
     link.close()
     other_end.close()
     for number, nodes, words in ((1, 2, "--nnodes 3"), (3, 3, "not one of"), (0, 3, "not one of")):

@@ -23,7 +23,7 @@ from rankwire.wire.frames import Channel
 from real_time import Deadline
 
 MESSAGES = [
-    Here(4, "host"),
+    Here(["trainer"] * 4, "host"),
     Start(8, 4, "run-1.0", 2),
     Ended(5, None, 9, True, True),
     Stop(15),
@@ -108,7 +108,7 @@ def test_texts_of_another_launcher_are_bounded_and_harmless_to_a_terminal():
     with Pair() as pair:
         pair.here.tell(Finish(1, escape + "x" * 200_000 + "\nend"))
         pair.here.tell(Over([], [], {5: [escape, *["    line"] * 500, "y" * 1000]}))
-        pair.here.tell(Here(4, escape))
+        pair.here.tell(Here(["trainer"] * 4, escape))
         heard = []
         while len(heard) < 3:
             heard += pair.there.receive()

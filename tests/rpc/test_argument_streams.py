@@ -11,7 +11,7 @@ from interrupts import Interrupt, every_interrupt
 from rankwire import SimulatedBackend
 from rankwire.codec.codec import Codec
 from rankwire.errors import InvalidMessageError, RemoteError, UnsupportedTypeError
-from rankwire.rpc.argument_streams import ITEMS, ArgumentStream, _Place, is_iterator
+from rankwire.rpc.argument_streams import ITEMS, ArgumentStream, _IteratorPlace, is_iterator
 from rpc.agents import agents_of
 from rpc.test_stream import SHOWN_ELSEWHERE, is_idle
 from worlds import PATIENCE, eventually
@@ -68,7 +68,7 @@ def test_an_iterator_inside_another_argument_is_refused(agents):
 @pytest.mark.parametrize("number", ["1", None, -1.5, [1]])
 def test_only_two_numbers_stand_for_an_iterator(number):
     codec = Codec()
-    for forged in (_Place(1, number), _Place(number, 1)):
+    for forged in (_IteratorPlace(1, number), _IteratorPlace(number, 1)):
         with pytest.raises(InvalidMessageError, match="two integers"):
             codec.decode(bytearray().join(codec.encode(forged)[0]), peer=1)
 

@@ -262,6 +262,6 @@ def test_serving_ends_with_an_error_when_no_rank_is_left_and_one_was_lost(thread
 
 def test_serving_goes_on_while_others_may_come_back(threads, monkeypatch):
     with simulated_world(2) as world, RpcAgent(world[0]) as agent:
-        world[0].ranks_return = True
+        world[0].mesh.ranks_return = True
         world[0].network.kill(1)
         assert agent.serve(timeout=0.5) is False

@@ -48,7 +48,8 @@ def call(agent: RpcAgent, server: Server) -> None:
     agent.rpc_sync(1, add, 1, 2, 3)  # error: No overload variant of "rpc_sync"
     agent.rpc_sync(1, add, c=1)  # error: No overload variant of "rpc_sync"
     agent.rpc_sync(1, 5)  # error: No overload variant of "rpc_sync"
-    agent.rpc_sync("1", "add")  # error: No overload variant of "rpc_sync"
+    assert_type(agent.rpc_sync("trainer/0", add, 1, 2), int)
+    agent.rpc_sync(1.0, "add")  # error: No overload variant of "rpc_sync"
 
 
 async def start(agent: RpcAgent) -> None:

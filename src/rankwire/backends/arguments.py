@@ -16,6 +16,7 @@ from rankwire.wire.frames import Buffer
 
 if TYPE_CHECKING:
     from rankwire.backends.base import Backend
+    from rankwire.backends.roles import Roles
 
 Sendable = Buffer | Sequence[Buffer]
 _MAX_TAG = (1 << 64) - 1
@@ -37,10 +38,15 @@ def check_world(rank: int, world_size: int) -> tuple[int, int]:
     return check_rank(rank, size), size
 
 
-def check_rank(rank: int, world_size: int) -> int:
-    """Return a rank as a plain integer; raise unless it is one of ``world_size`` ranks."""
+def check_rank(rank: int | str, world_size: int, roles: Roles | None = None) -> int:
+    """Return a rank as a plain integer; raise unless it is one of ``world_size`` ranks.
+
+    With ``roles``, the rank may also be given by its name.
+    """
+    if roles is not None and isinstance(rank, str):
+        return roles.rank_of(rank)
     try:
-        index = operator.index(rank)
+        index = operator.index(rank)  # type: ignore[arg-type]
     except TypeError:
         index = -1
     if not 0 <= index < world_size:
@@ -48,14 +54,23 @@ def check_rank(rank: int, world_size: int) -> int:
     return index
 
 
-def check_ranks(ranks: Iterable[int] | None, world_size: int) -> list[int]:
+def check_ranks(
+    ranks: Iterable[int | str] | str | None, world_size: int, roles: Roles | None = None
+) -> list[int]:
     """Return ranks as plain integers, each once, in the given order; None means all ranks.
 
+    With ``roles``, names of ranks and roles may stand for ranks, alone or in place of an item.
     Raises ``InvalidRankError`` for an invalid rank, and ``ConfigurationError`` without ranks.
     """
     if ranks is None:
         return [*range(world_size)]
-    chosen = [*dict.fromkeys(check_rank(rank, world_size) for rank in ranks)]
+    found: dict[int, None] = {}
+    for rank in [ranks] if isinstance(ranks, str) else ranks:
+        if roles is not None and isinstance(rank, str):
+            found.update(dict.fromkeys(roles.ranks_of(rank)))
+        else:
+            found[check_rank(rank, world_size)] = None
+    chosen = [*found]
     if not chosen:
         raise ConfigurationError("no ranks are given; leave the argument out for all ranks")
     return chosen

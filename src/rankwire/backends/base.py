@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 from rankwire.backends.agreement import Agreement
-from rankwire.backends.arguments import Sendable, check_world, writable_view
+from rankwire.backends.arguments import Sendable, check_rank, check_world, writable_view
 from rankwire.backends.payloads import (
     check_out,
     destination_of,
@@ -24,6 +24,8 @@ from rankwire.backends.payloads import (
     take_array_meanwhile,
 )
 from rankwire.backends.posting import AnyRank, MessagePosting, Source
+from rankwire.backends.returns import await_return
+from rankwire.backends.roles import Roles
 from rankwire.deadline import Deadline
 from rankwire.errors import DeadlineExceededError, RankwireError
 from rankwire.fork import guard, invalidate
@@ -71,6 +73,7 @@ class Backend(MessagePosting):
         incarnation: How many times a launcher has restarted this rank alone.
         timeout: Default timeout of operations, in seconds.
         max_message_nbytes: Largest message sent or accepted.
+        roles: The ranks of each role, and their names, such as ``"rollout/0"``; see ``Roles``.
         clock: The clock that all waits of its world use.
         security: How its connections are protected: ``"local"``, ``"auth"``, ``"tls"`` or
             ``"insecure"``. Without connections, ``"local"``.
@@ -78,14 +81,15 @@ class Backend(MessagePosting):
 
     _SHOWN: ClassVar[tuple[str, ...]] = (
         *("rank", "world_size", "incarnation", "timeout", "max_message_nbytes", "clock"),
-        "security",
+        *("security", "roles"),
         *("send", "recv", "recv_into", "recv_any", "send_array", "recv_array", "sendrecv"),
         *("isend", "irecv", "irecv_into", "isend_array", "irecv_array", "barrier"),
-        *("alive", "status", "on_peer_lost", "on_peer_joined", "on_peer_suspected"),
+        *("alive", "status", "wait_for", "on_peer_lost", "on_peer_joined", "on_peer_suspected"),
         *("close", "closed"),
     )
 
     incarnation: int = 0
+    roles: Roles = Roles()
     # The barrier of the collectives, which are a layer above; the package sets it.
     meeting: ClassVar[Callable[[Backend, float | None], None]]
 
@@ -107,7 +111,6 @@ class Backend(MessagePosting):
         self.timeout = mesh.timeout if timeout is None else Deadline(timeout, mesh.clock).limit
         self.max_message_nbytes = mesh.max_message_nbytes
         self.security = mesh.security
-        self.ranks_return = mesh.ranks_return
         self.incarnation = mesh.incarnation
         self.operations: Operations | None = None  # set by the first collective
         self.agreement = Agreement()  # makes groups of its ranks
@@ -364,6 +367,30 @@ class Backend(MessagePosting):
     def failure_of(self, rank: int) -> RankwireError | None:
         """Return why a peer is gone (``ChannelClosedError`` after an orderly end), or None."""
         return self.mesh.failure_of(self.world[self._check_peer(rank)])
+
+    def wait_for(self, rank: int | str, timeout: float | None = None) -> None:
+        """Return when a rank is up: at once, or when a launcher has restarted it.
+
+        After that, calls and messages go to the new process. A call waits there for the agent.
+
+        Args:
+            rank: A rank, or its name.
+            timeout: Seconds; None is the backend's default.
+
+        Raises:
+            DeadlineExceededError: The rank was not restarted in time.
+            PeerLostError: The rank is lost, and cannot come back: no launcher restarts ranks, or
+                this is a group, in which a lost rank stays lost.
+            ChannelClosedError: The rank has left without an error, or this backend is closed.
+        """
+        deadline = Deadline.of(timeout, self.timeout, self.clock)
+        try:
+            rank = check_rank(rank, self.world_size, self.roles)
+            if rank != self.rank:
+                await_return(self, rank, deadline)
+        except RankwireError as error:
+            peer = rank if isinstance(rank, int) else None
+            raise self.failed(error, "wait_for", deadline, peer) from error.__cause__
 
     def incarnation_of(self, rank: int) -> int:
         """Return how many times a rank was restarted alone."""

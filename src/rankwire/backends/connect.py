@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from rankwire import runtime
+from rankwire.backends.roles import parse_roles
 from rankwire.backends.tcp import DEFAULT_JOIN_TIMEOUT, TcpBackend
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
@@ -53,6 +54,7 @@ TLS_NAMES = "RANKWIRE_TLS_NAMES"
 TLS_DIR = "RANKWIRE_TLS_DIR"
 LISTEN, ADVERTISE = "RANKWIRE_LISTEN", "RANKWIRE_ADVERTISE"
 SEGMENT = "RANKWIRE_SEGMENT"
+ROLES = "RANKWIRE_ROLES"
 _SETTINGS = {"security": SECURITY, "listen": LISTEN, "advertise": ADVERTISE}
 
 # Seconds between two attempts to join while the last world still exists.
@@ -88,6 +90,7 @@ class ConnectOptions(TypedDict, total=False):
     tls: Tls | None
     listener: Socket | None
     clock: Clock
+    roles: Sequence[str] | None
 
 
 def connect(**options: Unpack[ConnectOptions]) -> TcpBackend:
@@ -104,7 +107,7 @@ def connect(**options: Unpack[ConnectOptions]) -> TcpBackend:
     ``RANKWIRE_LISTEN``, ``RANKWIRE_ADVERTISE`` and ``RANKWIRE_SECURITY``, and for TLS
     ``RANKWIRE_TLS_DIR`` (a folder made by ``rankwire certificates``) or ``RANKWIRE_TLS_CERT``,
     ``_KEY``, ``_CA`` and ``_NAMES`` set the arguments of those names; ``RANKWIRE_SEGMENT`` sets
-    ``segment_nbytes``, and ``RANKWIRE_TIMEOUT`` sets ``timeout``.
+    ``segment_nbytes``, ``RANKWIRE_TIMEOUT`` sets ``timeout``, ``RANKWIRE_ROLES`` sets ``roles``.
 
     Under ``rankwire run``, an error that ends the program is printed in short form.
     ``RANKWIRE_FULL_TRACEBACK=1`` prints all of it.
@@ -133,6 +136,8 @@ def connect(**options: Unpack[ConnectOptions]) -> TcpBackend:
         "clock": REAL_TIME,
         **options,
     }
+    if "world_size" not in options and os.environ.get(ROLES):
+        arguments.setdefault("roles", parse_roles(os.environ[ROLES]))
     arguments = _read_settings(os.environ, arguments) | arguments
     _log.info(
         "rank %s of %s, started by %s; the world forms at %s",

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from rankwire.backends.arguments import Sendable, as_buffers, check_rank, check_tag, writable_view
 from rankwire.backends.handles import MessageHandle, Receiving, Sending
 from rankwire.backends.payloads import check_out, destination_of, read_array
+from rankwire.backends.roles import Roles
 from rankwire.clock import Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -65,6 +66,7 @@ class MessagePosting(PublicDir):
     clock: Clock
     timeout: float
     max_message_nbytes: int
+    roles: Roles
 
     def __init__(self) -> None:
         self.dropped: list[ReceiveHandle] = []
@@ -320,6 +322,8 @@ class MessagePosting(PublicDir):
         if isinstance(error, DeadlineExceededError):
             error.culprits = [self.world_rank_of(each) for each in error.waiting_for]
         error = error.during(op=op, rank=self.rank, peer=peer, tag=tag, waited=deadline.waited)
+        if self.roles and type(error.peer) is int:
+            error.peer_name = self.roles.name_of(error.peer)
         if is_new and isinstance(error, DeadlineExceededError) and error.limit > 0.0:
             if op.removeprefix("i").startswith("recv"):
                 explain_unreceived(self._count_unreceived, error)

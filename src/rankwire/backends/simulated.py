@@ -6,11 +6,13 @@ to test programs without processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 from rankwire.backends.arguments import check_world
 from rankwire.backends.base import Backend
 from rankwire.backends.faults import FaultPlan
+from rankwire.backends.roles import roles_of_world
 from rankwire.backends.simulated_mesh import SimulatedMesh
 from rankwire.backends.simulated_network import Network
 from rankwire.clock import REAL_TIME, Clock
@@ -47,6 +49,7 @@ class SimulatedBackend(Backend):
         queue_nbytes: int = DEFAULT_QUEUE_NBYTES,
         faults: FaultPlan | None = None,
         clock: Clock = REAL_TIME,
+        roles: Sequence[str] | None = None,
     ) -> list[Self]:
         """Return the ranks of a new world; the index is the rank.
 
@@ -60,6 +63,7 @@ class SimulatedBackend(Backend):
                 a network.
             faults: The faults to inject; their times count from now. The world takes a copy.
             clock: The clock that all ranks and faults use.
+            roles: The role of each rank, such as ``["trainer", "rollout", "rollout"]``.
 
         Raises:
             InvalidWorldSizeError: Less than one rank.
@@ -69,6 +73,7 @@ class SimulatedBackend(Backend):
         check_world(0, world_size)
         if queue_nbytes < 1:
             raise ConfigurationError(f"a queue holds at least 1 byte, not {queue_nbytes!r}")
+        names = roles_of_world(roles, world_size)
         faults = FaultPlan() if faults is None else faults
         faults.check(world_size)
         network = Network(world_size, queue_nbytes=queue_nbytes, faults=faults, clock=clock)
@@ -77,5 +82,7 @@ class SimulatedBackend(Backend):
             for rank in range(world_size)
         ]
         world = [cls(mesh) for mesh in meshes]
+        for backend in world:
+            backend.roles = names
         network.start(meshes)
         return world

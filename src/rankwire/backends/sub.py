@@ -96,6 +96,7 @@ class SubBackend(Backend):
             raise parent.failed(error, "SubBackend", deadline) from error.__cause__
         group = group_id(parent.group, chosen, ordinal)
         super().__init__(mesh, members=world, group=group, timeout=deadline.limit)
+        self.roles = parent.roles.of_group(chosen)
         self.ranks = GroupRanks(world, self.rank, self.check_member)
         if self.broken is not None:  # the old process may have agreed
             raise parent.explained(self.broken.copy(), "SubBackend", deadline)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
 from rankwire.backends.arguments import check_world
 from rankwire.backends.base import Backend
+from rankwire.backends.roles import roles_of_world
 from rankwire.clock import REAL_TIME, Clock
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
@@ -74,6 +76,8 @@ class TcpBackend(Backend):
         listener: For rank 0: a bound and listening TCP socket, which the backend owns from now on.
         clock: The clock that all waits use. It must run in real time, because the operating system
             waits for sockets.
+        roles: The role of each rank, such as ``["trainer", "rollout", "rollout"]``; the same on all
+            ranks. ``rankwire run`` gives them.
 
     Raises:
         RendezvousError: The world did not form; ``missing`` has the absent ranks.
@@ -111,8 +115,10 @@ class TcpBackend(Backend):
         tls: Tls | None = None,
         listener: Socket | None = None,
         clock: Clock = REAL_TIME,
+        roles: Sequence[str] | None = None,
     ) -> None:
         rank, world_size = check_world(rank, world_size)
+        names = roles_of_world(roles, world_size)
         if transport not in ("auto", "tcp", "unix"):
             raise ConfigurationError(f'transport is "auto", "tcp" or "unix", not {transport!r}')
         where = TcpAddress.parse(address)
@@ -149,10 +155,10 @@ class TcpBackend(Backend):
             max_message_nbytes=max_message_nbytes,
             single_copy=single_copy,
             segment_nbytes=segment_nbytes,
-            ranks_return=has_coordinator,
             clock=clock,
         )
         super().__init__(mesh)
+        self.roles = names
         close_at_exit(self)
 
     @property

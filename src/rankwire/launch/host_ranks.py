@@ -23,6 +23,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from rankwire.backends import connect
+from rankwire.backends.roles import Roles, format_roles, roles_of_world
 from rankwire.clock import REAL_TIME
 from rankwire.environment import DEBUG_RANK, RANK
 from rankwire.errors import ConfigurationError
@@ -72,6 +73,7 @@ class LaunchedRank(Process):
         self.secret = SecretServer(rank_key(secret, rank, incarnation))
         secret_fd = self.secret.theirs.fileno()
         has_terminal = rank == options.debugged
+        program = options.by_rank[rank - world.first_rank]
         variables = {
             RANK: rank,
             schedulers.WORLD_SIZE: world.world_size,
@@ -80,6 +82,7 @@ class LaunchedRank(Process):
             schedulers.COORDINATOR: "launcher",
             schedulers.RESTART_COUNT: world.attempt + incarnation,
             connect.SECRET_FD: secret_fd,
+            connect.ROLES: format_roles(world.roles),
             DEBUG_RANK: options.debugged,
             connect.TLS_DIR: options.tls_dir,
             tracebacks.LOG_FILE: log_file,
@@ -90,7 +93,7 @@ class LaunchedRank(Process):
         try:
             super().__init__(
                 # Unbuffered, to show output at once; faulthandler shows crashes in native code.
-                [sys.executable, "-u", "-X", "faulthandler", *options.command],
+                [sys.executable, "-u", "-X", "faulthandler", *program.command],
                 env=_inherited_environment(has_tls=options.tls_dir is not None) | given,
                 pass_fds=[secret_fd, *([] if leash is None else [leash])],
                 has_terminal=has_terminal,
@@ -139,7 +142,8 @@ class HostRanks:
     def __init__(
         self, options: RunOptions, loop: Loop, subreaper: Subreaper, secret: bytes
     ) -> None:
-        self.count = options.ranks
+        self.roles = [program.role for program in options.by_rank]
+        self.count = len(self.roles)
         self.ranks = range(0)
         self.stopped: list[int] = []
         self.killed: list[int] = []
@@ -149,6 +153,7 @@ class HostRanks:
         self._subreaper = subreaper
         self._secret = secret  # each rank gets a key derived from it
         self._world: Start | None = None
+        self._names = Roles()
         self._stays = False  # a rank that ended may be restarted alone
         self._memory = OomCounter()
         self._children: dict[int, LaunchedRank] = {}  # by rank
@@ -168,6 +173,7 @@ class HostRanks:
         self._due = math.inf
         self._phase = _Phase.RUNNING
         self._world, self._stays = world, world.stays
+        self._names = roles_of_world(world.roles, world.world_size)
         for rank in self.ranks:
             self._start(rank)
 
@@ -194,7 +200,8 @@ class HostRanks:
             ) from error
         child.secret.serve(self._loop.selector, child.pid)
         if child.pipes:
-            self._loop.output.attach(rank, *child.pipes)
+            name = self._names.name_of(rank) if len(self._names) > 1 else ""
+            self._loop.output.attach(rank, *child.pipes, name=name)
 
     def obey(self, order: Order) -> None:
         """Execute an order of the job."""

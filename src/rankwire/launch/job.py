@@ -20,6 +20,7 @@ import math
 import signal
 
 from rankwire import runtime
+from rankwire.backends.roles import roles_of_world
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError, RankwireError
@@ -29,7 +30,7 @@ from rankwire.launch.nodes import GATHER_LIMIT, LAST_WORDS, LauncherEvents, Part
 from rankwire.launch.output import Loop
 from rankwire.launch.process import Ending, signal_name
 from rankwire.launch.reporter import STATUS_EVERY, Reporter
-from rankwire.launch.run_options import OnFailure, RunOptions
+from rankwire.launch.run_options import ExitCode, OnFailure, RunOptions
 from rankwire.rendezvous.coordinator_host import CoordinatorHost
 from rankwire.rendezvous.launchers import End, Kill, LauncherLink, Release, Restart, Start, Stop
 from rankwire.rendezvous.reports import Told
@@ -131,9 +132,17 @@ class LaunchedJob:
             code, patience = 128 + asked, 0.0 if self._requests.is_impatient else LAST_WORDS
         if failures:
             code = first_failure(failures).ending.exit_code
+        if self._is_up_to_rank_0():
+            code = self._attempt.ended[0][0].exit_code
         for part in self._parts.remote.values():
             part.finish(code, text, was_asked=asked is not None)
         return self._loop.write_rest(code, patience=patience)
+
+    def _is_up_to_rank_0(self) -> bool:
+        """Whether the job's exit code is that of rank 0, which ended by itself."""
+        is_wanted = self._options.failures.exit_code is ExitCode.RANK0
+        is_stopped = self._requests.first is not None or bool(self._trouble[0])
+        return is_wanted and not is_stopped and self._attempt.ended.get(0, (None, False))[1]
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -190,9 +199,11 @@ class LaunchedJob:
         self._attempt = Attempt()
         self._restarts = Restarts(self._restarts.limit)
         self._host.expect(world_size=size, job=job)
+        roles = [role for part in self._parts for role in part.roles]
+        self._parts.names = roles_of_world(roles, size)
         first_rank = 0
         for part in self._parts:
-            part.obey(Start(size, first_rank, job, attempt, self._restarts.limit > 0))
+            part.obey(Start(size, first_rank, job, attempt, self._restarts.limit > 0, roles))
             first_rank += part.count
 
     def _supervise(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rankwire import runtime
+from rankwire.backends.roles import Roles
 from rankwire.clock import REAL_TIME
 from rankwire.deadline import Deadline
 from rankwire.errors import (
@@ -65,7 +66,7 @@ class RemoteRanks:
     def __init__(self, node: int, loop: Loop, link: LauncherLink) -> None:
         self.node = node
         self.host = ""
-        self.count = 0
+        self.roles: list[str] = []  # of its ranks
         self.ranks = range(0)
         self.alive: list[int] = []
         self.stopped: list[int] = []
@@ -75,6 +76,11 @@ class RemoteRanks:
         self._errors: dict[int, list[str]] = {}
         self._link = link
         self.close = _listen(loop, link, self._handle, self._lose)
+
+    @property
+    def count(self) -> int:
+        """The number of its ranks; 0 until its launcher has reported them."""
+        return len(self.roles)
 
     def obey(self, order: Order) -> None:
         """Send an order to the launcher."""
@@ -106,8 +112,8 @@ class RemoteRanks:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Here(ranks, host):
-                self.count, self.host = ranks, host
+            case Here(roles, host):
+                self.roles, self.host = roles, host
             case Ended(rank, code, number, is_oom, by_itself) if rank in self.alive:
                 self.alive.remove(rank)
                 self.events.on_ended(rank, Ending(code, number, is_oom), by_itself)
@@ -127,6 +133,7 @@ class Parts:
         self.local = local
         self.remote: dict[int, RemoteRanks] = {}
         self.nodes = nodes
+        self.names = Roles()
 
     def __iter__(self) -> Iterator[HostRanks | RemoteRanks]:
         yield self.local
@@ -155,6 +162,12 @@ class Parts:
     def part_of(self, rank: int) -> HostRanks | RemoteRanks:
         """Return the part of a rank."""
         return next(part for part in self if rank in part.ranks)
+
+    def who(self, rank: int) -> str:
+        """Return a rank for a message, with its name if there are several roles."""
+        return (
+            f"rank {rank} ({self.names.name_of(rank)})" if len(self.names) > 1 else f"rank {rank}"
+        )
 
     def where(self, rank: int) -> str:
         """Return the host of a rank for the end of a sentence; "" with one host."""
@@ -259,7 +272,7 @@ class _Follower:
         self.close = _listen(self.loop, self.link, self._obey, self._lose)
 
     def run(self) -> int:
-        self.link.tell(Here(self.ranks.count, os.uname().nodename))
+        self.link.tell(Here(self.ranks.roles, os.uname().nodename))
         while self.code is None or not self.ranks.is_over:
             for number in self.loop.turn(self.ranks.wake_in):
                 self._pass_on(number)

@@ -78,8 +78,8 @@ class Output:
         self._printed = PrintedErrors() if folds_repeats else None
         self._held = HeldErrors(self._errors)
 
-    def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Start to read both pipes of a rank, which this then owns."""
+    def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes], *, name: str = "") -> None:
+        """Start to read both pipes of a rank, which this then owns; show ``name`` with it."""
         log = None
         if self.logs is not None:
             self.logs.open(rank)
@@ -89,8 +89,9 @@ class Output:
         for pipe, queue in ((stdout, self._stdout), (stderr, self._stderr)):
             prefix = b""
             if self._has_prefix:
-                name = Text(f"[rank {rank}]", _COLORS[rank % len(_COLORS)])
-                prefix = queue.render(name) + b" "
+                who = f"rank {rank} {name}".rstrip()
+                label = Text(f"[{who}]", _COLORS[rank % len(_COLORS)])
+                prefix = queue.render(label) + b" "
             repeats = None
             if self._printed is not None and pipe is stderr:
                 repeats = RepeatFilter(rank, self._printed)

@@ -79,7 +79,9 @@ class Reporter:
         failures = attempt.failures(self._parts)
         if attempt.is_because_of_began(failures):
             gist = attempt.began
-            fell = ", ".join(f"rank {failure.rank} ({failure.ending})" for failure in failures)
+            fell = ", ".join(
+                f"{self._parts.who(failure.rank)} ({failure.ending})" for failure in failures
+            )
             self._output.say(f"failed because of that: {fell}", "bold red")
         elif failures:
             gist = self._report_failures(attempt, failures)
@@ -95,13 +97,13 @@ class Reporter:
         first = first_failure(failures)
         reason = first.reason.partition(": ")[0] if self._is_seen(first) else first.reason
         reason = f" ({reason})" if reason else ""
-        where = self._parts.where(first.rank)
+        who, where = self._parts.who(first.rank), self._parts.where(first.rank)
         chain = attempt.hold_up(failures)
         if len(chain) > 1:
             gist = self._blame_who_held_up(attempt, chain)
-            text = f"rank {first.rank} gave up first: {first.ending}{reason}{where}"
+            text = f"{who} gave up first: {first.ending}{reason}{where}"
         else:
-            gist = text = f"rank {first.rank} failed first: {first.ending}{reason}{where}"
+            gist = text = f"{who} failed first: {first.ending}{reason}{where}"
         self._output.say(text, "bold red")
         self._quote(first)
         others: dict[str, list[int]] = {}
@@ -119,7 +121,9 @@ class Reporter:
             return self._blame_circle(attempt, circle)
         culprit = chain[-1]
         waited = ", ".join(f"rank {a} waited for rank {b}" for a, b in pairwise(chain))
-        gist = f"rank {culprit} held up the others: {waited}{self._parts.where(culprit)}"
+        gist = (
+            f"{self._parts.who(culprit)} held up the others: {waited}{self._parts.where(culprit)}"
+        )
         doing = attempt.doing.get(culprit)
         if doing is None:
             silent = "it did not say where it is: it has ended, is stopped, or busy in native code"
@@ -150,7 +154,7 @@ class Reporter:
     def announce_failure(self, rank: int, ending: Ending, then: str) -> None:
         """Print that a rank failed, and what happens next."""
         where = self._parts.where(rank)
-        self._output.say(f"rank {rank} failed ({ending}){where}: {then}", "bold yellow")
+        self._output.say(f"{self._parts.who(rank)} failed ({ending}){where}: {then}", "bold yellow")
 
     def announce_restart(self, attempt: Attempt, count: str) -> None:
         """Print that all ranks restart, and why; ``count`` has the number of restarts."""
@@ -159,7 +163,7 @@ class Reporter:
         if attempt.is_because_of_began(failures):
             self._output.say(f"starting all ranks again because of that, {count}", "bold yellow")
         else:
-            cause = f"rank {first.rank} failed ({first.ending})"
+            cause = f"{self._parts.who(first.rank)} failed ({first.ending})"
             self._output.say(f"{cause}: starting all ranks again, {count}", "bold yellow")
             self._quote(first)
 

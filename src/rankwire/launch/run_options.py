@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from rankwire.backends.roles import LONGEST_ROLE, check_role
 from rankwire.environment import default_timeout
 from rankwire.errors import ConfigurationError, InvalidWorldSizeError
 
@@ -20,6 +22,27 @@ class OnFailure(StrEnum):
     STOP = "stop"  # they are stopped
     CONTINUE = "continue"  # they continue without it
     RESTART = "restart"  # they continue, and it alone is restarted
+
+
+class ExitCode(StrEnum):
+    """Whose failure is that of the job."""
+
+    ANY = "any"  # that of the rank that failed first
+    RANK0 = "rank0"  # that of rank 0, unless the launcher stopped it
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a job."""
+
+    command: Sequence[str]  # the interpreter's arguments, then the program's own
+    ranks: int  # on this host
+    role: str = "rank"  # of its ranks
+
+
+def role_of(program: str) -> str:
+    """Return the role of a program that was given none: its name, without other characters."""
+    return re.sub(r"[^\w.-]", "_", program)[:LONGEST_ROLE] or "_"
 
 
 @dataclass(frozen=True)
@@ -38,14 +61,14 @@ class FailureRules:
     restarts: int = 0  # of all ranks
     on_failure: OnFailure = OnFailure.STOP
     max_restarts: int = 3  # of each rank alone
+    exit_code: ExitCode = ExitCode.ANY
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """The options of a launcher."""
 
-    command: Sequence[str]  # the interpreter's arguments, then the program's own
-    ranks: int  # on this host
+    programs: Sequence[Program]  # of this host, in rank order
     hosts: JobHosts = JobHosts()
     secret_file: Path | None = None  # the same secret on all hosts; None creates one
     tls_dir: Path | None = None  # with the certificates of the launcher and of this host's ranks
@@ -55,10 +78,22 @@ class RunOptions:
     has_prefix: bool = True
     log_dir: Path | None = None
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks on this host."""
+        return sum(program.ranks for program in self.programs)
+
+    @property
+    def by_rank(self) -> list[Program]:
+        """The program of each rank on this host."""
+        return [program for program in self.programs for _ in range(program.ranks)]
+
     def check(self) -> None:
         """Raise ConfigurationError if an option, or ``RANKWIRE_TIMEOUT``, is invalid."""
-        if self.ranks < 1:
-            raise InvalidWorldSizeError(self.ranks)
+        for program in self.programs:
+            if program.ranks < 1:
+                raise InvalidWorldSizeError(program.ranks)
+            check_role(program.role)
         if not 0 <= self.grace < math.inf:
             raise ConfigurationError(f"the grace is 0 or more seconds, not {self.grace!r}")
         default_timeout()  # fail once here instead of once in each rank

@@ -87,7 +87,6 @@ class TcpMesh(Mesh):
         max_message_nbytes: int,
         single_copy: bool,
         segment_nbytes: int,
-        ranks_return: bool,
         clock: Clock,
     ) -> None:
         why_not = 'Unix sockets are turned off by transport="tcp"' if transport == "tcp" else ""
@@ -104,7 +103,6 @@ class TcpMesh(Mesh):
         self._single_copy = single_copy
         self.is_watched = True
         self.introductions = Introductions(self)
-        self.ranks_return = ranks_return
         self.formation = make_formation(owner=self)
         self.security = self.formation.policy.mode
         self.inquiries = ControlInquiries(self, self.formation)
@@ -119,6 +117,7 @@ class TcpMesh(Mesh):
         """Create the peers. The formation calls this once, before any of them can dial."""
         self._me = world.members[self.rank]
         self.incarnation = self._me.incarnation
+        self.ranks_return = world.are_restarted
         if world.late:
             self.broken = MembershipError(
                 f"{name_ranks(world.late)} joined when the world had formed already; {NEW_GROUP}"
@@ -229,7 +228,7 @@ class TcpMesh(Mesh):
 
     def on_coordinator_gone(self, error: RankwireError) -> None:
         """Note that no coordinator reports any more which ranks are gone."""
-        self.is_watched = self.roll.is_kept = False
+        self.is_watched = self.ranks_return = self.roll.is_kept = False
         self.presences.end()
         for other in self.peers.values():  # no report would end the suspicion
             other.is_suspected, other.silent_for = False, 0.0

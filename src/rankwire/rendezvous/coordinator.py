@@ -81,7 +81,8 @@ class _State(Enum):
 class Coordinator:
     """Gathers the ranks of a world, and watches them.
 
-    ``me`` is the entry of rank 0, or None in a launcher. Ranks may ask for less ``patience``.
+    ``me`` is the entry of rank 0, or None in a launcher, which may restart lost ranks
+    (``are_restarted``). Ranks may ask for less ``patience``.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Coordinator:
         incarnation_of: Callable[[int], int] = lambda rank: 0,
         patience: Patience = DEFAULT_PATIENCE,
         told: Told,
+        are_restarted: bool = False,
     ) -> None:
         self._me = me
+        self._are_restarted = are_restarted
         self._acceptor = acceptor
         self._key_of = key_of
         self._incarnation_of = incarnation_of
@@ -254,7 +257,9 @@ class Coordinator:
     def _form(self) -> None:
         members = [member for _, member in sorted(self._roster.members.items())]
         coordinator = self._roster.coordinator
-        world = FormedWorld(members, self._patience, coordinator, self._key_of)
+        world = FormedWorld(
+            members, self._patience, coordinator, self._key_of, are_restarted=self._are_restarted
+        )
         is_launcher = self._me is None
         self._told.on_formed(world.without_keys if is_launcher else world.as_told_to(coordinator))
         self.watch.begin(world, self._patience)  # send it to all ranks before this one continues

@@ -72,6 +72,7 @@ class CoordinatorHost:
             self._acceptor,
             key_of=self._key_of,
             incarnation_of=self._incarnation_of,
+            are_restarted=self.are_restarted,
             told=self.told._replace(
                 on_formed=self._formed, on_gone=self._gone, on_joined=self._joined
             ),

@@ -32,9 +32,9 @@ _MAX_LINES = 100  # the last lines of a rank's stderr
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """To node 0: this launcher is ready to start this many ranks."""
+    """To node 0: this launcher is ready to start ranks of these roles, in this order."""
 
-    ranks: int
+    roles: list[str]
     host: str
 
 
@@ -46,6 +46,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     job: str  # differs in each attempt
     attempt: int  # how often the ranks were started before
     stays: bool = False  # wait after all its ranks have ended, because one may be restarted
+    roles: list[str] = []  # of all ranks of the world
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):

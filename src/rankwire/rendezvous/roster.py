@@ -24,8 +24,16 @@ class FormedWorld:
         patience: Patience,
         coordinator: int,
         key_of: Callable[[int], bytes],
+        *,
+        are_restarted: bool = False,
     ) -> None:
-        self._world = World(runtime.randbits(32) or 1, members, patience, coordinator)
+        self._world = World(
+            runtime.randbits(32) or 1,
+            members,
+            patience,
+            coordinator,
+            are_restarted=are_restarted,
+        )
         self._world_key = runtime.token_bytes(KEY_NBYTES)
         self._key_of = key_of
         self.gone: dict[int, Gone] = {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from rankwire import runtime
-from rankwire.backends.arguments import check_pickle, check_rank
+from rankwire.backends.arguments import check_pickle, check_rank, check_ranks
 from rankwire.backends.base import Backend
 from rankwire.codec.codec import Codec
 from rankwire.deadline import Deadline
@@ -61,6 +61,7 @@ class Agent(AgentStreams, AgentFunctions):
         max_nested: int = 256,
         codec: Codec | None = None,
         resolve: Resolve | None = None,
+        serve: Mapping[str, Any] | None = None,
     ) -> None:
         limits = (workers, max_in_flight, max_queued, max_queued_nbytes, max_nested)
         if not all(isinstance(limit, Real) and limit >= 1 for limit in limits):
@@ -75,6 +76,7 @@ class Agent(AgentStreams, AgentFunctions):
         self.codec = codec if codec is not None else Codec()
         check_pickle(backend, self.codec.allows_pickle)
         self._registry = Registry(None if resolve is None else Resolver(resolve))
+        self._registry.serve({} if serve is None else serve)
         self._stop_signal = StopSignal(backend, lambda: self._caller.closed)
         self._registry.own[STOP] = self._stop_signal.tell
         self._has_stopped: set[int] = set()  # world ranks that have confirmed our ``stop``
@@ -117,7 +119,7 @@ class Agent(AgentStreams, AgentFunctions):
 
     # -- serving -----------------------------------------------------------------------------------
 
-    def serve(self, *, until_lost: int | None = 0, timeout: float | None = None) -> bool:
+    def serve(self, *, until_lost: int | str | None = 0, timeout: float | None = None) -> bool:
         """Serve calls until a rank calls ``stop``, or the ranks to serve are gone.
 
         This returns at the first of these events: ``stop`` on any rank; SIGTERM, with which the
@@ -127,8 +129,8 @@ class Agent(AgentStreams, AgentFunctions):
         ``KeyboardInterrupt``.
 
         Args:
-            until_lost: The rank whose end ends serving, or None. It has no effect on that rank
-                itself.
+            until_lost: The rank whose end ends serving, or its name, or None. It has no effect on
+                that rank itself.
             timeout: Seconds to wait; None is no limit.
 
         Returns:
@@ -140,27 +142,28 @@ class Agent(AgentStreams, AgentFunctions):
         deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
         try:
             if until_lost is not None:
-                until_lost = check_rank(until_lost, self.world_size)
+                until_lost = check_rank(until_lost, self.world_size, self.backend.roles)
             if self.stopped:
                 return True
             with self._port.presence.serving():
                 return self._stop_signal.wait(deadline, until_lost)
         except RankwireError as error:
-            raise self.backend.explained(error, "serve", deadline, until_lost) from error.__cause__
+            peer = None if isinstance(until_lost, str) else until_lost
+            raise self.backend.explained(error, "serve", deadline, peer) from error.__cause__
 
-    def stop(self, *ranks: int, timeout: float | None = None) -> None:
+    def stop(self, *ranks: int | str, timeout: float | None = None) -> None:
         """Make ``serve`` return on some ranks; without arguments on all, this one included.
 
-        The effect is permanent, also on a rank that does not serve yet. This waits, ``timeout``
-        seconds at most, until these ranks have made their agent of this name and confirmed. Ranks
-        that have left or are lost are skipped.
+        Names of ranks and roles may stand for ranks. The effect is permanent, also on a rank that
+        does not serve yet. This waits, ``timeout`` seconds at most, until these ranks have made
+        their agent of this name and confirmed. Ranks that have left or are lost are skipped.
 
         Raises:
             ChannelClosedError: This agent is closed.
             DeadlineExceededError: A rank did not answer in time. The other ranks stop.
         """
         deadline = Deadline.of(timeout, self.timeout, self._clock)
-        told = {check_rank(rank, self.world_size) for rank in ranks or range(self.world_size)}
+        told = {*check_ranks(ranks or None, self.world_size, self.backend.roles)}
         if self.rank in told:
             self._stop_signal.tell()
         try:
@@ -329,7 +332,8 @@ class StopSignal:
             return True
         # No rank is left to serve; but if a launcher restarts ranks, they may return.
         if self._alone is None:
-            self._alone = Deadline(_RETURN_WITHIN if backend.ranks_return else 0.0, backend.clock)
+            patience = _RETURN_WITHIN if backend.mesh.ranks_return else 0.0
+            self._alone = Deadline(patience, backend.clock)
         if self._alone.expired:
             raise lost[0].copy()
         return False

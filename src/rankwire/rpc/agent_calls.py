@@ -41,12 +41,18 @@ class AgentCalls:
     # it only knows the type of the result. ``to(rank, timeout=...)`` has both.
     @overload
     def rpc_sync(
-        self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        dst: int | str,
+        function: str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> Any: ...
     @overload
     def rpc_sync(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Later[R]],
         /,
         *args: Any,
@@ -56,7 +62,7 @@ class AgentCalls:
     @overload
     def rpc_sync(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., R],
         /,
         *args: Any,
@@ -65,19 +71,19 @@ class AgentCalls:
     ) -> R: ...
     @overload
     def rpc_sync(
-        self, dst: int, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     @overload
     def rpc_sync(
-        self, dst: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     def rpc_sync(
-        self, dst: int, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
+        self, dst: int | str, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
     ) -> Any:
         """Call a function of another rank, or of this one, and return its result.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name, such as ``"rollout/0"``.
             function: A name registered there, or a function registered here under the same name.
                 With the function itself, a type checker checks the arguments (unless you pass
                 ``timeout``) and knows the type of the result.
@@ -112,12 +118,18 @@ class AgentCalls:
 
     @overload
     def rpc_async(
-        self, dst: int, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        dst: int | str,
+        function: str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> RpcFuture[Any]: ...
     @overload
     def rpc_async(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Later[R]],
         /,
         *args: Any,
@@ -127,7 +139,7 @@ class AgentCalls:
     @overload
     def rpc_async(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., R],
         /,
         *args: Any,
@@ -136,14 +148,14 @@ class AgentCalls:
     ) -> RpcFuture[R]: ...
     @overload
     def rpc_async(
-        self, dst: int, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[R]: ...
     @overload
     def rpc_async(
-        self, dst: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[R]: ...
     def rpc_async(
-        self, dst: int, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
+        self, dst: int | str, function: Any, /, *args: Any, timeout: Any = None, **kwargs: Any
     ) -> Any:
         """Start a call and return its future.
 
@@ -163,11 +175,11 @@ class AgentCalls:
 
     # A Protocol, as a ``Callable``: mypy refuses it as a ``type[T]``, since it has no instances.
     @overload
-    def to(self, dst: int, /, *, timeout: float | None = None) -> RemoteRank: ...
+    def to(self, dst: int | str, /, *, timeout: float | None = None) -> RemoteRank: ...
     @overload
     def to(
         self,
-        dst: int,
+        dst: int | str,
         interface: Callable[..., T],
         /,
         *,
@@ -176,7 +188,7 @@ class AgentCalls:
     ) -> T: ...
     def to(
         self,
-        dst: int,
+        dst: int | str,
         interface: Any = None,
         /,
         *,
@@ -196,7 +208,7 @@ class AgentCalls:
         attribute raises ``AttributeError`` here. A call of an ``async def`` returns its future.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name, such as ``"rollout/0"``.
             interface: The class of an object there, or a Protocol with some of its methods.
             name: The name of that object; None is the name of ``interface``.
             timeout: Seconds for each call; None is the agent's timeout.
@@ -212,11 +224,11 @@ class AgentCalls:
         return RemoteObject(Interface(interface, name), description, call, start)
 
     @overload
-    def to_async(self, dst: int, /, *, timeout: float | None = None) -> AsyncRemoteRank: ...
+    def to_async(self, dst: int | str, /, *, timeout: float | None = None) -> AsyncRemoteRank: ...
     @overload
     def to_async(
         self,
-        dst: int,
+        dst: int | str,
         interface: Callable[..., T],
         /,
         *,
@@ -225,7 +237,7 @@ class AgentCalls:
     ) -> AsyncRemoteObject[T]: ...
     def to_async(
         self,
-        dst: int,
+        dst: int | str,
         interface: Any = None,
         /,
         *,
@@ -257,9 +269,9 @@ class AgentCalls:
 
         return start
 
-    def _settings(self, dst: int, timeout: float | None) -> tuple[int, float, str]:
+    def _settings(self, dst: int | str, timeout: float | None) -> tuple[int, float, str]:
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
-        dst = check_rank(dst, self.backend.world_size)
+        dst = check_rank(dst, self.backend.world_size, self.backend.roles)
         return dst, limit, f"rank {dst}, each call within {limit:g} s"
 
     def _prepare(self, function: Any, limit: float) -> tuple[str, Deadline, Call | None]:

@@ -45,7 +45,7 @@ class AgentStreams(AgentCalls):
     @overload
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: str,
         /,
         *args: Any,
@@ -57,7 +57,7 @@ class AgentStreams(AgentCalls):
     @overload
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Items[T]],
         /,
         *args: Any,
@@ -68,7 +68,7 @@ class AgentStreams(AgentCalls):
     @overload
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: Callable[..., Items[T]],
         /,
         *args: Any,
@@ -77,11 +77,11 @@ class AgentStreams(AgentCalls):
     ) -> Stream[T]: ...
     @overload
     def stream(
-        self, dst: int, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs
+        self, dst: int | str, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[T]: ...
     def stream(
         self,
-        dst: int,
+        dst: int | str,
         function: Any,
         /,
         *args: Any,
@@ -97,7 +97,7 @@ class AgentStreams(AgentCalls):
         there. The function runs at most once.
 
         Args:
-            dst: The rank to call.
+            dst: The rank to call, or its name.
             function: As for ``rpc_sync``.
             *args: Positional arguments.
             window: How many items may be on their way or unread.
@@ -116,7 +116,7 @@ class AgentStreams(AgentCalls):
     @overload
     def to_stream(
         self,
-        dst: int,
+        dst: int | str,
         /,
         *,
         window: int = WINDOW,
@@ -128,7 +128,7 @@ class AgentStreams(AgentCalls):
     @overload
     def to_stream(
         self,
-        dst: int,
+        dst: int | str,
         interface: Callable[..., T],
         /,
         *,
@@ -141,7 +141,7 @@ class AgentStreams(AgentCalls):
     ) -> T: ...
     def to_stream(
         self,
-        dst: int,
+        dst: int | str,
         interface: Any = None,
         /,
         *,
@@ -180,7 +180,7 @@ class AgentStreams(AgentCalls):
         unread = Deadline(unread_timeout, self._clock).limit
         limits = StreamLimits(limit, unread, window, window_nbytes)
         total = math.inf if total_timeout is None else Deadline(total_timeout, self._clock).limit
-        dst = check_rank(dst, self.backend.world_size)
+        dst = check_rank(dst, self.backend.world_size, self.backend.roles)
 
         def start(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
             name = function if type(function) is str else self._registry.name_of(function)

@@ -32,7 +32,7 @@ _log = logging.getLogger("rankwire")
 T = TypeVar("T")
 
 
-class _Place(NamedTuple):
+class _IteratorPlace(NamedTuple):
     """What is encoded in place of an iterator."""
 
     offer: int
@@ -58,7 +58,7 @@ class Offer:
     ) -> None:
         self._number = number
         self._server = server
-        self._dst = dst
+        self.dst = dst
         self._offered: list[_Offered] = []
         self.args = tuple(map(self._placed, args))
         self.kwargs = {name: self._placed(value) for name, value in kwargs.items()}
@@ -67,12 +67,12 @@ class Offer:
         if not is_iterator(value):
             return value
         self._offered.append(_Offered(value))
-        return _Place(self._number, len(self._offered) - 1)
+        return _IteratorPlace(self._number, len(self._offered) - 1)
 
     def take(self, position: int) -> Any:
         """Return an iterator to the rank that may request it, in a call that it makes."""
         stream = serving.get()
-        if stream is None or stream.src != self._dst or not 0 <= position < len(self._offered):
+        if stream is None or stream.src != self.dst or not 0 <= position < len(self._offered):
             raise LookupError(_ENDED)
         offered = self._offered[position]
         if offered.stream is not None:
@@ -175,7 +175,7 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, (Iterator, AsyncIterator)) and not isinstance(value, io.IOBase)
 
 
-def _take(value: _Place, sending: TakeContext) -> list[int]:
+def _take(value: _IteratorPlace, sending: TakeContext) -> list[int]:
     return [*value]
 
 
@@ -185,4 +185,4 @@ def _build(state: Any, receiving: BuildContext) -> Any:
     return ArgumentStream(receiving.peer, (state[0], state[1]))
 
 
-SHARED.add(_Place, "rankwire.iterator", _take, _build)
+SHARED.add(_IteratorPlace, "rankwire.iterator", _take, _build)

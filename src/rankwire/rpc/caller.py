@@ -74,7 +74,7 @@ class Caller:
 
     def call(
         self,
-        dst: int,
+        dst: int | str,
         name: str,
         deadline: Deadline,
         call: Call | None,
@@ -84,7 +84,7 @@ class Caller:
         """Call a function and return its result; ``call`` is the call being served, if any."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
-                dst = check_rank(dst, self._backend.world_size)
+                dst = check_rank(dst, self._backend.world_size, self._backend.roles)
             chain: Chain = [] if call is None else call.chain_of_nested(self._backend.rank)
             left, max_nbytes = deadline.limit, self._max_nbytes
             message = encode_request(self.codec, name, left, chain, args, kwargs, dst, max_nbytes)
@@ -115,12 +115,12 @@ class Caller:
         except RankwireError as error:
             if (offer := self._offer(error, dst, args, kwargs)) is not None:
                 with offer:
-                    return self.call(dst, name, deadline, call, offer.args, offer.kwargs)
+                    return self.call(offer.dst, name, deadline, call, offer.args, offer.kwargs)
             raise self.explained(error, "rpc_sync", name, dst, deadline, call) from error.__cause__
 
     def start(
         self,
-        dst: int,
+        dst: int | str,
         name: str,
         deadline: Deadline,
         call: Call | None,
@@ -130,11 +130,11 @@ class Caller:
         """Start a call and return its future; raises only if an argument is invalid."""
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
-                dst = check_rank(dst, self._backend.world_size)
+                dst = check_rank(dst, self._backend.world_size, self._backend.roles)
             message = self._encode(dst, name, deadline.limit, call, args, kwargs)
         except RankwireError as error:
             if (offer := self._offer(error, dst, args, kwargs)) is not None:
-                return self._start_with(offer, dst, name, deadline, call)
+                return self._start_with(offer, name, deadline, call)
             cause = error.__cause__
             raise self.explained(error, "rpc_async", name, dst, deadline, call) from cause
         future: RpcFuture[Any] = RpcFuture(self.futures, dst, next(self._ids), name, deadline, call)
@@ -158,17 +158,17 @@ class Caller:
         return future
 
     def _offer(
-        self, error: RankwireError, dst: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, error: RankwireError, dst: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Offer | None:
         """Offer the iterators among arguments that cannot be encoded; None if there are none."""
-        is_about_types = isinstance(error, UnsupportedTypeError)
+        is_about_types = isinstance(error, UnsupportedTypeError)  # then ``dst`` is a rank
         return self.offered.offer(dst, args, kwargs) if is_about_types else None
 
     def _start_with(
-        self, offer: Offer, dst: int, name: str, deadline: Deadline, call: Call | None
+        self, offer: Offer, name: str, deadline: Deadline, call: Call | None
     ) -> RpcFuture[Any]:
         try:
-            future = self.start(dst, name, deadline, call, offer.args, offer.kwargs)
+            future = self.start(offer.dst, name, deadline, call, offer.args, offer.kwargs)
             future.when_ended(offer.end)
         except BaseException:
             offer.end()
@@ -408,7 +408,7 @@ class Caller:
         error: RankwireError,
         op: str,
         name: str,
-        dst: int,
+        dst: int | str,
         deadline: Deadline,
         call: Call | None,
     ) -> RankwireError:
@@ -418,4 +418,5 @@ class Caller:
             error.explain(f"the calls are {describe_chain(chain)}")
         elif isinstance(error, RemoteError):
             error = self._server.registry.errors.typed(error)
-        return self._backend.explained(error, f"{op} {name!r}", deadline, dst)
+        peer = None if isinstance(dst, str) else dst  # the name of no rank
+        return self._backend.explained(error, f"{op} {name!r}", deadline, peer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial, partialmethod
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ _MAX_NAME = 1024
 
 T = TypeVar("T")
 Resolve = Callable[[str], Callable[..., Any] | None]
+FindMethods = Callable[[object], dict[str, Callable[..., Any]]]
 
 
 class Function:
@@ -158,20 +159,38 @@ class Registry:
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()
 
-    def add(self, name: Any, thing: T, *, replace: bool, copies: bool = False) -> T:
+    def serve(self, served: Mapping[str, Any]) -> None:
+        """Register functions, objects' own methods, and in pairs with an object listed ones."""
+        for name, thing in served.items():
+            methods: FindMethods | None = None if callable(thing) else _own_methods
+            if type(thing) is tuple and len(thing) == 2:
+                thing, names = thing
+                methods = partial(_listed_methods, names)
+            self.add(name, thing, replace=False, methods=methods)
+
+    def add(
+        self,
+        name: Any,
+        thing: T,
+        *,
+        replace: bool,
+        copies: bool = False,
+        methods: FindMethods | None = None,
+    ) -> T:
         """Register a function, or all public methods of an object as ``name.method``; return it.
 
-        Without a name, use its own or that of the object's class. ``replace`` removes the methods
-        of the former object of that name. On ``ConfigurationError``, nothing is registered.
+        ``methods`` finds those of any object. Without a name, use its own or that of the object's
+        class. ``replace`` removes the methods of the former object of that name. On
+        ``ConfigurationError``, nothing is registered.
         """
         owner = None
         targets: dict[Any, Callable[..., Any]]
-        if callable(thing):
+        if callable(thing) and methods is None:
             targets = {_own_name(thing) if name is None else name: thing}
         else:
             name = owner = type(thing).__name__ if name is None else name
-            methods = exposed_methods(thing)
-            targets = {f"{name}.{method}": target for method, target in methods.items()}
+            found = (methods or exposed_methods)(thing)
+            targets = {f"{name}.{method}": target for method, target in found.items()}
             if not targets:
                 raise ConfigurationError(
                     f"{thing!r:.200} cannot be registered: it is no function, and an object of type"
@@ -253,6 +272,29 @@ def exposed_methods(thing: object) -> dict[str, Callable[..., Any]]:
         return {}
     names = public_methods(type(thing))
     return {name: method for name in names if callable(method := getattr(thing, name))}
+
+
+def _own_methods(thing: object) -> dict[str, Callable[..., Any]]:
+    """Return the public methods that the class of an object defines itself; raise if none."""
+    found, own = exposed_methods(thing), vars(type(thing))
+    methods = {name: method for name, method in found.items() if name in own}
+    if found and not methods:
+        raise ConfigurationError(
+            f"{type(thing).__name__} only inherits its public methods: list those to serve, such as"
+            f" serve={{name: (object, [{next(iter(found))!r}])}}"
+        )
+    return methods
+
+
+def _listed_methods(names: Iterable[str], thing: object) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of these names; raise if one does not exist."""
+    found = exposed_methods(thing)
+    names = [names] if isinstance(names, str) else [*names]
+    if missing := [name for name in names if name not in found]:
+        raise ConfigurationError(
+            f"{type(thing).__name__} has no public method {missing[0]!r} that is written in Python"
+        )
+    return {name: found[name] for name in names}
 
 
 def public_methods(cls: type) -> list[str]:

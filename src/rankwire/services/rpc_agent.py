@@ -35,4 +35,8 @@ class RpcAgent(Agent):
             logged, and the caller gets ``FunctionNotFoundError``. The polling thread runs it at
             every call, so it must be quick and must not call other ranks. Two calls of
             ``handle_request`` may run it at once. The agent drops the function after the call.
+        serve: Functions and objects by name, registered before any other rank can call: a rank that
+            was restarted is called at once. ``serve={"rollout": rollout}`` registers the public
+            methods that the object's own class defines, as ``"rollout.step"`` and so on;
+            ``{"rollout": (rollout, ["step", "reset"])}`` these methods, which may be inherited.
     """

@@ -102,6 +102,7 @@ class World(msgspec.Struct, frozen=True, tag="world"):
     coordinator: int = 0  # its rank, or -1 for the launcher
     keys: bytes = b""  # of the receiving rank with every other, wrapped for it (``wire.keys``)
     late: list[int] = []  # the ranks that were restarted and have joined since the world formed
+    are_restarted: bool = False  # lost ranks are, by the launcher
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
