@@ -248,6 +248,7 @@ class Stream(PublicDir, Generic[T]):
         self.dst = feed.dst
         self.name = feed.name
         self._items: deque[T] = deque()
+        self._nbytes = 0  # of the messages that were decoded
         self.count = 0
         self.closed = False
 
@@ -256,7 +257,7 @@ class Stream(PublicDir, Generic[T]):
 
     def __next__(self) -> T:
         if not self._items:
-            feed = self._feed
+            feed = self._next_of_feed()
             try:
                 if self.closed or not (feed.taken or feed.receive(feed.begin_wait())):
                     self._finish()
@@ -272,7 +273,7 @@ class Stream(PublicDir, Generic[T]):
 
     async def __anext__(self) -> T:
         if not self._items:
-            feed = self._feed
+            feed = self._next_of_feed()
             try:
                 if self.closed or not (feed.taken or await feed.receive_async(feed.begin_wait())):
                     self._finish()
@@ -283,22 +284,29 @@ class Stream(PublicDir, Generic[T]):
         self.count += 1
         return self._items.popleft()
 
+    def _next_of_feed(self) -> Feed:
+        """Count what the program has taken; grant more once that is half of the window."""
+        feed = self._feed
+        window = feed.window
+        window.items = self.count
+        window.nbytes = self._nbytes
+        if feed.taken and window.is_half_taken:
+            feed.grant(AT_ONCE)
+        return feed
+
     def _decode_next(self) -> None:
-        feed, window = self._feed, self._feed.window
+        feed = self._feed
         taken = feed.taken
         nbytes = len(taken[0])
         try:
             decoded = decode_items(feed.caller.codec, whole_of(taken[0]), self.dst)
         except RankwireError as error:
             raise self._failed(error) from error.__cause__
-        count, items = len(decoded), deque(decoded)
+        items = deque(decoded)
         # Without a call, so that no interrupt comes between.
         self._items = items
         del taken[0]
-        window.items += count
-        window.nbytes += nbytes
-        if window.is_half_taken:
-            feed.grant(AT_ONCE)
+        self._nbytes += nbytes
 
     def _finish(self) -> None:
         """End with the reply, or raise its error."""

@@ -47,7 +47,7 @@ class Window:
 
     Attributes:
         credit: What may be under way or unread; one item always may.
-        items: How many items were taken. Set without a call, so that no interrupt comes between.
+        items: How many items were taken.
         nbytes: Their bytes.
         granted: What the producer was granted.
     """
