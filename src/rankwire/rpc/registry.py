@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from rankwire import runtime
+from rankwire.codec.codec import Codec
 from rankwire.errors import (
     ConfigurationError,
     FunctionNotFoundError,
@@ -30,6 +31,10 @@ _MAX_NAME = 1024
 
 T = TypeVar("T")
 Resolve = Callable[[str], Callable[..., Any] | None]
+# Makes a variant of a served function, such as one that takes many arguments at once.
+Vary = Callable[[Callable[..., Any], Codec], Callable[..., Any]]
+
+VARIANT = "\0"  # between a function's name and that of the requested variant
 
 
 class Function:
@@ -41,10 +46,12 @@ class Function:
         target: Callable[..., Any],
         *,
         copies: bool = False,
+        idempotent: bool = False,
         owner: str | None = None,
     ) -> None:
         self.name = name
         self.copies = copies  # the result, before it is sent
+        self.idempotent = idempotent  # a call that may have run may be repeated
         self.owner = owner  # the name of the registered object whose method it is
         self.target = target
         self.is_async = is_coroutine_function(target)
@@ -118,10 +125,17 @@ class Habits:
 class ResolvedFunction(Function):
     """A function for one call, which shares its habits with other calls."""
 
-    def __init__(self, name: str, target: Callable[..., Any], habits: Habits) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Callable[..., Any],
+        habits: Habits | Function,
+        *,
+        copies: bool = False,
+    ) -> None:
         self.name = name
         self.target = target
-        self.copies = False
+        self.copies = copies
         self.is_async = habits.is_async
         self._habits = habits
 
@@ -157,7 +171,15 @@ class Registry:
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()
 
-    def add(self, name: Any, thing: T, *, replace: bool, copies: bool = False) -> T:
+    def add(
+        self,
+        name: Any,
+        thing: T,
+        *,
+        replace: bool,
+        copies: bool = False,
+        idempotent: bool = False,
+    ) -> T:
         """Register a function, or all public methods of an object as ``name.method``; return it.
 
         Without a name, use its own or that of the object's class. ``replace`` removes the methods
@@ -190,7 +212,7 @@ class Registry:
                 )
             kept = {n: f for n, f in self.functions.items() if owner is None or f.owner != owner}
             self.functions = kept | {
-                name: Function(name, target, copies=copies, owner=owner)
+                name: Function(name, target, copies=copies, idempotent=idempotent, owner=owner)
                 for name, target in targets.items()
             }
         return thing
@@ -208,6 +230,16 @@ class Registry:
     def resolve(self, name: str) -> Function | None:
         """Ask the resolver for a function that is not registered; raise what it raises."""
         return None if self._resolver is None else self._resolver.find(name)
+
+    def variant(self, function: Function, make: Vary, codec: Codec) -> Function:
+        """Return a variant of a function for one call, which shares the function's habits."""
+        target = make(function.target, codec)
+        return ResolvedFunction(function.name, target, function, copies=function.copies)
+
+    def is_idempotent(self, name: str) -> bool:
+        """Return whether a function of that name is registered here as idempotent."""
+        function = self.functions.get(name)
+        return function is not None and function.idempotent
 
     def names(self) -> list[str]:
         """Return all names, sorted."""
