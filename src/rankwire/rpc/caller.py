@@ -157,6 +157,8 @@ class Caller:
                 self.futures.fail(future, error)
         except BaseException:  # an interrupt: the program does not get the future
             self.futures.settled(future)
+            if future.reply is not None:
+                future.reply.withdraw()
             self.port.cancel(dst, request_id)
             raise
         return future

@@ -64,7 +64,7 @@ class PendingFutures:
         except RankwireError as error:
             if isinstance(error, (PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
-            self.fail(future, error)
+            self.fail(future, self.port.in_own_ranks(future.dst, error))
             return
         try:
             value = decode_reply(self._codec, payload, future.dst, future.deadline.limit)

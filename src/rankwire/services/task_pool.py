@@ -168,7 +168,11 @@ class TaskPool:
         self.workers.check()
 
     def give_out(self, take: Callable[[], Task | None]) -> None:
-        """Give tasks to ranks: those that must run again, then what ``take`` returns."""
+        """Give tasks to ranks: those that must run again, then what ``take`` returns.
+
+        Raises:
+            ChannelClosedError: This agent is closed.
+        """
         depth = self.terms.depth
         while (worker := self.workers.least_loaded(depth)) is not None:
             task = self.again.popleft() if self.again else take()
@@ -177,7 +181,10 @@ class TaskPool:
                     self._hedge(self.terms.hedge_after)
                 return
             self._send(worker, task)
-        if not self.workers.ready and (reason := self.workers.despair()) is not None:
+        if self.workers.ready:
+            return
+        self._check_open()
+        if (reason := self.workers.despair()) is not None:
             while task := self.again.popleft() if self.again else take():
                 self.results.append(Result(task, None, error=self._named(reason.copy())))
 
@@ -189,12 +196,15 @@ class TaskPool:
         """
         if self.terms.call is not None:
             self._caller.before_waiting(self.terms.call)
-        if self._caller.closed:
-            raise self._named(ChannelClosedError("this agent is closed"))
+        self._check_open()
         if not self.landed:
             patience = min(_LOOK_EVERY, self.terms.hedge_after or _LOOK_EVERY)
             self._clock.acquire(self._wakeup, True, patience)
             self._backend.mesh.lookout.read()
+
+    def _check_open(self) -> None:
+        if self._caller.closed:
+            raise self._named(ChannelClosedError("this agent is closed"))
 
     def wake(self) -> None:
         """End a wait, or the next one."""

@@ -15,6 +15,7 @@ from rankwire.testing.conformance import (
     group_checks,
     message_checks,
     nested_call_checks,
+    pool_checks,
     stream_checks,
 )
 from rankwire.testing.conformance.tools import Check
@@ -33,6 +34,7 @@ CHECKS: dict[str, Check] = {
         call_checks,
         nested_call_checks,
         stream_checks,
+        pool_checks,
     )
     for name, function in vars(module).items()
     if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["make_world"]
