@@ -22,6 +22,8 @@ from rankwire.errors import __all__ as _errors
 from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
 from rankwire.services.rpc_agent import RpcAgent
+from rankwire.services.task_map import TaskMap
+from rankwire.task_outcome import TaskOutcome
 
 __version__ = "0.2.0"
 
@@ -74,6 +76,8 @@ __all__ = [
     "TakeContext",
     "SimulatedBackend",
     "SubBackend",
+    "TaskMap",
+    "TaskOutcome",
     "TcpBackend",
     "Tls",
     "Work",

@@ -175,11 +175,11 @@ def test_nothing_is_left_wherever_an_interrupt_falls():
 
         def run(interrupting):
             with contextlib.suppress(Interrupt), interrupting:
-                list(agents[0].map("work", range(3)))
+                list(agents[0].map("work", range(2)))
             gc.collect()
             eventually(lambda: is_quiet(agents[0]))
 
-        every_interrupt(run)
+        every_interrupt(run, step=5)
         assert [outcome.value for outcome in agents[0].map("work", [5])] == [5]
 
 
@@ -189,9 +189,8 @@ def test_a_closed_agent_ends_its_maps():
         outcomes = agents[0].map("wait", range(100))
         next(outcomes)
         agents[0].close(grace=0.0)
-        with pytest.raises(rankwire.ChannelClosedError, match="this agent is closed .*map 'wait'"):
-            for outcome in outcomes:
-                assert outcome.error is None or "closed" in str(outcome.error)
+        with pytest.raises(rankwire.ChannelClosedError, match=r"this agent is closed .*map 'wait'"):
+            list(outcomes)
 
 
 def test_a_served_function_may_use_a_map():

@@ -14,7 +14,7 @@ from rankwire.rpc.call import serving
 from rankwire.rpc.server import Server
 from rankwire.services.executor import RankExecutor
 from rankwire.services.task_map import MapRun, TaskMap
-from rankwire.services.task_pool import Job, TaskPool, Terms
+from rankwire.services.task_pool import PoolJob, TaskPool, Terms
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -168,9 +168,11 @@ class AgentPool(AgentCalls):
         pool = self._pool("submit", ranks, depth, retries, timeout, None, is_nested=False)
         return RankExecutor(pool, self._clock, lambda function: self._job_of(function, idempotent))
 
-    def _job_of(self, function: Any, idempotent: bool | None) -> Job:
+    def _job_of(self, function: Any, idempotent: bool | None) -> PoolJob:
         name = self._registry.name_of(function)
-        return Job(name, self._registry.is_idempotent(name) if idempotent is None else idempotent)
+        return PoolJob(
+            name, self._registry.is_idempotent(name) if idempotent is None else idempotent
+        )
 
     def _pool(
         self,

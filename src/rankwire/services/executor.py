@@ -10,13 +10,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from rankwire import runtime
 from rankwire.clock import Clock
 from rankwire.errors import RankwireError
 from rankwire.public_dir import PublicDir
-from rankwire.services.task_pool import Job, Task, TaskPool
+from rankwire.rpc.agent_calls import Later
+from rankwire.services.task_pool import PoolJob, PoolTask, TaskPool
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,18 +33,26 @@ class RankExecutor(PublicDir, Executor):
 
     _SHOWN = ("map", "shutdown", "submit")
 
-    def __init__(self, pool: TaskPool, clock: Clock, job_of: Callable[[Any], Job]) -> None:
+    def __init__(self, pool: TaskPool, clock: Clock, job_of: Callable[[Any], PoolJob]) -> None:
         self._pool = pool
         self._clock = clock
         self._job_of = job_of
         self._lock = runtime.Lock()
-        self._submitted: deque[tuple[Task, Future[Any]]] = deque()
+        self._submitted: deque[tuple[PoolTask, Future[Any]]] = deque()
         self._running: dict[int, Future[Any]] = {}  # by the tasks' index; for the thread alone
         self._count = 0
         self._is_shut_down = False
         self._thread: runtime.Thread | None = None
 
-    def submit(self, fn: Callable[P, R] | str, /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    @overload
+    def submit(self, fn: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    @overload
+    def submit(
+        self, fn: Callable[P, Later[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a function on the rank with the fewest calls, and return the call's future.
 
         The call waits here, and can be cancelled, while all ranks have their ``depth`` of calls. Do
@@ -59,11 +68,11 @@ class RankExecutor(PublicDir, Executor):
             ConfigurationError: The function is not registered here.
         """
         job = self._job_of(fn)
-        future: Future[R] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("cannot submit calls after shutdown")
-            self._submitted.append((Task(self._count, job, args, kwargs), future))
+            self._submitted.append((PoolTask(self._count, job, args, kwargs), future))
             self._count += 1
             if self._thread is None:
                 self._pool.workers.begin(job.name, self._pool.terms.limit)
@@ -107,7 +116,7 @@ class RankExecutor(PublicDir, Executor):
         finally:
             pool.close()
 
-    def _take(self) -> Task | None:
+    def _take(self) -> PoolTask | None:
         while True:
             with self._lock:
                 if not self._submitted:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from rankwire.finalizers import hand_over
 from rankwire.progress import Progress
 from rankwire.public_dir import PublicDir
-from rankwire.services.task_pool import Job, Result, Task, TaskPool
+from rankwire.services.task_pool import PoolJob, PoolTask, Result, TaskPool
 from rankwire.task_outcome import TaskOutcome
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class MapRun(Generic[T, R]):
     def __init__(
         self,
         pool: TaskPool,
-        job: Job,
+        job: PoolJob,
         tasks: Iterable[T],
         *,
         chunk: int,
@@ -89,7 +89,7 @@ class MapRun(Generic[T, R]):
                 self.pool.give_out(self._take)  # before the program works on the outcome
             yield TaskOutcome(index + place, item, rank, values[place], failure)
 
-    def _take(self) -> Task | None:
+    def _take(self) -> PoolTask | None:
         """Return the task of the next call; None if there is none, or too many are ahead."""
         if self._tasks is None or self._window - (self._read - self.count) < self._chunk:
             return None
@@ -98,8 +98,8 @@ class MapRun(Generic[T, R]):
         if len(found) < self._chunk:
             self._tasks = None
         if len(found) > 1:
-            return Task(first, self.job, (found,), {}, len(found))
-        return Task(first, self.job, (found[0],), {}) if found else None
+            return PoolTask(first, self.job, (found,), {}, len(found))
+        return PoolTask(first, self.job, (found[0],), {}) if found else None
 
     def close(self) -> None:
         """Cancel what is under way. Idempotent."""

@@ -27,7 +27,7 @@ from rankwire.rpc.call import Call
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.future import RpcFuture
 from rankwire.services.chunks import name_of_each, outcomes_of
-from rankwire.services.workers import Worker, Workers
+from rankwire.services.workers import PoolRank, Workers
 
 E = TypeVar("E", bound=BaseException)
 
@@ -57,20 +57,25 @@ class Terms(NamedTuple):
     call: Call | None
 
 
-class Job(NamedTuple):
+class PoolJob(NamedTuple):
     """What a task runs."""
 
     name: str
     is_idempotent: bool
 
 
-class Task:
+class PoolTask:
     """One call to be made, by some rank; with ``count``, for each of the list ``args[0]``."""
 
     __slots__ = ("args", "attempts", "count", "index", "job", "kwargs")
 
     def __init__(
-        self, index: int, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any], count: int = 0
+        self,
+        index: int,
+        job: PoolJob,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count: int = 0,
     ) -> None:
         self.index = index
         self.job = job
@@ -79,10 +84,10 @@ class Task:
         self.count = count
         self.attempts = 0  # that may have run, or were refused
 
-    def parts(self) -> list[Task]:
+    def parts(self) -> list[PoolTask]:
         """Return a task for each of the list."""
         return [
-            Task(index, self.job, (each,), {})
+            PoolTask(index, self.job, (each,), {})
             for index, each in enumerate(self.args[0], self.index)
         ]
 
@@ -93,7 +98,7 @@ class Result(NamedTuple):
     With ``task.count``, ``value`` is a list, and ``errors`` are those of the list, by their places.
     """
 
-    task: Task
+    task: PoolTask
     rank: int | None
     value: Any = None
     error: BaseException | None = None
@@ -105,7 +110,7 @@ class Flight:
 
     __slots__ = ("began", "future", "is_over", "pool", "task", "twin", "worker")
 
-    def __init__(self, pool: TaskPool, worker: Worker, task: Task, began: float) -> None:
+    def __init__(self, pool: TaskPool, worker: PoolRank, task: PoolTask, began: float) -> None:
         self.pool = pool
         self.worker = worker
         self.task = task
@@ -149,7 +154,7 @@ class TaskPool:
         self.workers = Workers(caller, backend, run_soon, ranks, self.wake)
         self.landed: deque[tuple[Flight, RpcFuture[Any]]] = deque()
         self.results: deque[Result] = deque()
-        self.again: deque[Task] = deque()
+        self.again: deque[PoolTask] = deque()
         self.count = 0
 
     # -- for the thread that drives ----------------------------------------------------------------
@@ -167,7 +172,7 @@ class TaskPool:
                 self._land(flight, future)
         self.workers.check()
 
-    def give_out(self, take: Callable[[], Task | None]) -> None:
+    def give_out(self, take: Callable[[], PoolTask | None]) -> None:
         """Give tasks to ranks: those that must run again, then what ``take`` returns.
 
         Raises:
@@ -222,7 +227,7 @@ class TaskPool:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def _send(self, worker: Worker, task: Task, twin: Flight | None = None) -> None:
+    def _send(self, worker: PoolRank, task: PoolTask, twin: Flight | None = None) -> None:
         terms, clock = self.terms, self._clock
         name, limit = task.job.name, terms.limit
         flight = Flight(self, worker, task, clock.now())
@@ -249,7 +254,7 @@ class TaskPool:
         if twin is not None:
             flight.twin, twin.twin = twin, flight
 
-    def _refuse(self, task: Task, error: Exception) -> None:
+    def _refuse(self, task: PoolTask, error: Exception) -> None:
         if task.count:
             self.again.extend(task.parts())  # only one of them may be the cause
         else:
@@ -331,11 +336,11 @@ class TaskPool:
         else:
             self.results.append(Result(task, rank, error=self._final(error, task, did_run)))
 
-    def _may_repeat(self, task: Task, is_lost: bool, did_run: bool) -> bool:
+    def _may_repeat(self, task: PoolTask, is_lost: bool, did_run: bool) -> bool:
         is_harmless = not did_run or (is_lost and task.job.is_idempotent)
         return is_harmless and task.attempts < self.terms.retries
 
-    def _final(self, error: BaseException, task: Task, did_run: bool) -> BaseException:
+    def _final(self, error: BaseException, task: PoolTask, did_run: bool) -> BaseException:
         """Return the error of a task that is not given to another rank, and say why."""
         if not isinstance(error, RankwireError):
             return error

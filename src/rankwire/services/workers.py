@@ -5,7 +5,7 @@ of tasks. A rank that does not answer as it should is probed again after a while
 process was restarted, as long as the pool is open. A serving thread sends the probes, because
 connecting to a rank may take long.
 
-For the thread that drives the pool, except ``_probe`` and ``Worker.on_answer``.
+For the thread that drives the pool, except ``_probe`` and ``PoolRank.on_answer``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,22 @@ _RETURN_WITHIN = 60.0  # seconds; a launcher waits up to 30 before it restarts a
 _PROBE_PATIENCE = 3  # times the limit of a probe, while it waits for a worker
 
 
-class Worker:
+class PoolRank:
     """One rank of a pool."""
 
     __slots__ = (
-        *("answers", "error", "flights", "incarnation", "is_asked", "next_probe", "probe", "rank"),
+        "answers",
+        "error",
+        "flights",
+        "incarnation",
+        "is_asked",
+        "next_probe",
+        "probe",
+        "rank",
     )
 
     def __init__(
-        self, rank: int, answers: Callable[[Worker, RpcFuture[Any]], None], next_probe: Deadline
+        self, rank: int, answers: Callable[[PoolRank, RpcFuture[Any]], None], next_probe: Deadline
     ) -> None:
         self.rank = rank
         self.answers = answers
@@ -75,10 +82,10 @@ class Workers:
         self._backend = backend
         self._run_soon = run_soon
         self._wake = wake
-        self._answers: deque[tuple[Worker, RpcFuture[Any]]] = deque()
+        self._answers: deque[tuple[PoolRank, RpcFuture[Any]]] = deque()
         now = Deadline(0.0, backend.clock)
-        self.all = [Worker(rank, self._answered, now) for rank in ranks]
-        self.ready: list[Worker] = []
+        self.all = [PoolRank(rank, self._answered, now) for rank in ranks]
+        self.ready: list[PoolRank] = []
         self._next_check = now
         self._alone: Deadline | None = None  # for a rank to return
         self._name = ""
@@ -91,7 +98,7 @@ class Workers:
         for worker in self.all:
             self._ask(worker)
 
-    def least_loaded(self, depth: int) -> Worker | None:
+    def least_loaded(self, depth: int) -> PoolRank | None:
         """Return the rank with the fewest calls if it has fewer than ``depth``, or None."""
         found, load = None, depth
         for worker in self.ready:
@@ -99,7 +106,9 @@ class Workers:
                 found, load = worker, len(worker.flights)
         return found
 
-    def put_away(self, worker: Worker, error: RankwireError, seconds: float = _PROBE_AGAIN) -> None:
+    def put_away(
+        self, worker: PoolRank, error: RankwireError, seconds: float = _PROBE_AGAIN
+    ) -> None:
         """Give a rank no tasks until it answers a probe, which is sent after some seconds."""
         if worker in self.ready:
             self.ready.remove(worker)
@@ -118,7 +127,7 @@ class Workers:
             if is_out and worker.next_probe.expired and self._failure_of(worker) is None:
                 self._ask(worker)
 
-    def _take_answer(self, worker: Worker, future: RpcFuture[Any]) -> None:
+    def _take_answer(self, worker: PoolRank, future: RpcFuture[Any]) -> None:
         if worker.probe is not future:
             return  # the second time
         worker.probe, worker.is_asked = None, False
@@ -143,7 +152,7 @@ class Workers:
             return None
         return errors[-1].copy()
 
-    def _may_return(self, worker: Worker) -> bool:
+    def _may_return(self, worker: PoolRank) -> bool:
         failure = self._failure_of(worker)
         if failure is not None:
             return self._backend.ranks_return and not isinstance(failure, ChannelClosedError)
@@ -155,18 +164,18 @@ class Workers:
             return is_new or self._backend.ranks_return
         return is_new or not isinstance(error, ChannelClosedError)
 
-    def _failure_of(self, worker: Worker) -> RankwireError | None:
+    def _failure_of(self, worker: PoolRank) -> RankwireError | None:
         backend = self._backend
         return None if worker.rank == backend.rank else backend.failure_of(worker.rank)
 
     # -- probes ------------------------------------------------------------------------------------
 
-    def _ask(self, worker: Worker) -> None:
+    def _ask(self, worker: PoolRank) -> None:
         worker.is_asked = True
         worker.incarnation = self._backend.incarnation_of(worker.rank)
         self._run_soon(partial(self._probe, worker))
 
-    def _probe(self, worker: Worker) -> None:
+    def _probe(self, worker: PoolRank) -> None:
         if self._closed:
             return
         clock, limit = self._backend.clock, self._limit
@@ -181,7 +190,7 @@ class Workers:
         if self._closed:
             future.cancel()
 
-    def _answered(self, worker: Worker, future: RpcFuture[Any]) -> None:
+    def _answered(self, worker: PoolRank, future: RpcFuture[Any]) -> None:
         self._answers.append((worker, future))
         self._wake()
 
