@@ -3,9 +3,8 @@
 An agent has the same *service* number on all ranks, and a connection serves one service only.
 Outgoing: ``call`` sends a request and returns its ``Reply``; the thread that waits for the reply
 reads the connection (see ``outgoing_calls``). Incoming: one thread at a time calls ``poll``, which
-reads the connections that other ranks' agents dialled, through one poller.
-
-The port knows nothing of payloads, functions or futures.
+reads the connections that other ranks' agents dialled, through one poller. The port knows nothing
+of payloads, functions or futures.
 
 Lock: ``_lock`` guards the poller and the tables of connections, also those of ``outgoing_calls``;
 nothing else is taken under it.

@@ -126,16 +126,14 @@ class Caller:
     ) -> RpcFuture[Any]:
         """Start a call and return its future; raises only if an argument is invalid.
 
-        ``total`` is as in ``RpcFuture``. A serving thread calls ``on_end`` at the end, perhaps
-        twice.
+        ``total`` is as in ``RpcFuture``; ``on_end`` is called as soon as it ends, perhaps twice.
         """
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size)
             message = self._encode(dst, name, (total or deadline).limit, call, args, kwargs)
         except RankwireError as error:
-            cause = error.__cause__
-            raise self.explained(error, "rpc_async", name, dst, deadline, call) from cause
+            raise self.explained(error, "rpc_async", name, dst, deadline, call) from error.__cause__
         future: RpcFuture[Any] = RpcFuture(self.futures, dst, next(self._ids), name, deadline, call)
         request_id = future.request_id
         future.total = total
