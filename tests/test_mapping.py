@@ -71,6 +71,7 @@ SHOWN_IN = {
     "testing/conformance/group_checks": "conformance/test_conformance.py",
     "testing/conformance/message_checks": "conformance/test_conformance.py",
     "testing/conformance/nested_call_checks": "conformance/test_conformance.py",
+    "testing/conformance/pool_checks": "conformance/test_conformance.py",
     "testing/conformance/tools": "conformance/test_conformance.py",
     "fork": "faults/test_f_ending.py",
     "observe/status": "conformance/test_conformance.py",
