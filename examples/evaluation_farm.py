@@ -1,24 +1,23 @@
-"""An evaluation farm: one rank hands out work, the others do it, and nobody's death loses any.
+"""An evaluation farm: one rank hands out work, the others do it, and none of it is lost.
 
     rankwire run -n 4 --on-failure continue examples/evaluation_farm.py
     rankwire run -n 4 --on-failure continue examples/evaluation_farm.py --kill
 
-Rank 0 has checkpoints of a model to be scored on shards of a test set. Every other rank has two
-pieces of work at a time, so that it never waits for the next one. What a lost rank had at hand is
-given to others. With ``--kill`` one rank dies half-way.
+Rank 0 has checkpoints of a model to be scored on shards of a test set, and every other rank scores.
+To score twice does no harm (``idempotent=True``), so what a lost rank had at hand is given to
+others. With ``--kill`` one rank dies half-way.
 """
 
 import argparse
 import os
 import signal
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import product
 
 import numpy as np
 
 import rankwire
 
-WIDTH, ROWS, SHARDS, AT_HAND = 64, 4000, 25, 2
+WIDTH, ROWS, SHARDS = 64, 4000, 25
 
 
 class Evaluator:
@@ -29,8 +28,9 @@ class Evaluator:
         self.rows = random.standard_normal((SHARDS, ROWS, WIDTH), np.float32)
         self.labels = self.rows @ np.ones(WIDTH, np.float32) > 0
 
-    def score(self, weights: np.ndarray, shard: int) -> int:
+    def score(self, piece: tuple[np.ndarray, int]) -> int:
         """Return how many rows of a shard a checkpoint gets right."""
+        weights, shard = piece
         return int(((self.rows[shard] @ weights > 0) == self.labels[shard]).sum())
 
     def die(self) -> None:
@@ -47,39 +47,16 @@ def checkpoints(count: int) -> list[np.ndarray]:
 def hand_out(agent: rankwire.RpcAgent, weights: list[np.ndarray], kill: bool) -> np.ndarray:
     """Have every checkpoint scored on every shard; return the share that each gets right."""
     right = np.zeros(len(weights), int)
-    todo = list(product(range(len(weights)), range(SHARDS)))[::-1]
-    doing: dict[Future[int], tuple[int, tuple[int, int]]] = {}
-    workers = set(range(1, agent.world_size))
-
-    def give(worker: int) -> None:
-        if todo and worker in workers:
-            checkpoint, shard = piece = todo.pop()
-            future = agent.to_async(worker).score(weights[checkpoint], shard)
-            doing[future] = worker, piece
-
-    count = len(todo)
-    for worker in [*workers] * AT_HAND:
-        give(worker)
-    while doing:
-        for future in wait(doing, return_when=FIRST_COMPLETED).done:
-            worker, (checkpoint, shard) = doing.pop(future)
+    pieces = list(product(weights, range(SHARDS)))
+    scores = agent.map("score", pieces, idempotent=True, progress=True)
+    for outcome in scores:
+        right[outcome.index // SHARDS] += outcome.value
+        if kill and scores.count > len(pieces) // 2:
+            victim = agent.world_size - 1
             try:
-                right[checkpoint] += future.result()
-            except rankwire.PeerLostError as error:  # to score twice does no harm
-                if worker in workers:
-                    print(f"rank {worker} is lost: {error.reason}; others do its work")
-                workers.discard(worker)
-                todo.append((checkpoint, shard))
-                if not workers:
-                    raise
-            else:
-                if not (done := count - len(todo) - len(doing)) % (count // 10):
-                    print(f"{'━' * (20 * done // count):╌<20} {done} of {count}", flush=True)
-            give(worker)
-        for worker in workers - {worker for worker, _ in doing.values()}:
-            give(worker)  # one that had nothing left when another one was lost
-        if kill and len(todo) < count // 2:
-            agent.to_async(max(workers)).die().exception()
+                agent.to(victim).die()
+            except rankwire.PeerLostError as error:
+                print(f"rank {victim} is lost: {error.reason}; others do its work")
             kill = False
     return right / (SHARDS * ROWS)
 

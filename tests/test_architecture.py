@@ -14,7 +14,7 @@ SOURCE = Path(rankwire.__file__).parent
 
 LEAVES = {
     "errors", "texts", "clock", "deadline", "fork", "public_dir", "finalizers",
-    "environment", "override", "runtime", "interrupts",
+    "environment", "override", "runtime", "interrupts", "progress", "task_outcome",
 }  # fmt: skip
 TO_THE_WIRE = {"wire", "transports", "links"}
 # What each layer may import of ours (its own modules apart).
@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "runtime": set(),
     "interrupts": set(),
     "deadline": {"errors", "clock", "runtime"},
+    "task_outcome": set(),
+    "progress": {"clock", "deadline"},
     "environment": {"errors"},
     "codec": {"errors", "texts", "public_dir", "override"},
     "wire": {"errors", "texts", "codec", "override", "interrupts"},
@@ -56,7 +58,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {
         "errors", "codec", "observe", "transports", "backends", "rpc", "services", "collectives",
-        "device_mesh", "launch",
+        "device_mesh", "launch", "task_outcome",
     },
 }  # fmt: skip
 BELOW_HANDLES = {"wire", "transports", "links"}
@@ -110,6 +112,7 @@ USES_FUTURES = {
     "collectives": "a Work is a Future, with a condition of runtime, and waits by its clock",
     "rpc": "so is an RpcFuture; a function may return a Future, and only its callback is used",
     "launch": "LocalWorld.on(rank).start returns one; real processes and threads, no world",
+    "services": "an executor is an Executor; its thread waits by the clock, and sets futures",
     "torch": "torch's futures and remote references; torch runs in real time",
     "testing": "checks call what a program does",
 }

@@ -122,6 +122,16 @@ def test_router():
     assert (int(asked_again[1]) if asked_again else 0) >= deaths - 3
 
 
+def test_search():
+    """One of 300 settings fails, a worker dies, and the others are all tried."""
+    command = [sys.executable, "-m", "rankwire", "run", "-n", "4", "--no-prefix"]
+    command += ["--on-failure", "continue", str(EXAMPLES / "search.py")]
+    done = Child(command).result(50)
+    assert "failed: degree 0 with penalty 0.0001 is not a model" in done.stdout, done.stderr
+    assert "299 settings tried by ranks [1, 2, 3]" in done.stdout
+    assert "best: degree 6, penalty 0.0045, error 0.096" in done.stdout
+
+
 def test_evaluation_farm():
     """A rank dies half-way; every checkpoint is scored on every shard all the same."""
     command = [sys.executable, "-m", "rankwire", "run", "-n", "4", "--no-prefix"]

@@ -25,7 +25,7 @@ SHOWN = {
         "backend", "codec", "name", "rank", "timeout", "world_size",
         "register", "register_error", "unregister", "functions", "lookup",
         "rpc_sync", "rpc_async", "stream", "to", "to_async", "to_stream",
-        "activity", "serve", "stop", "stopped", "handle_request", "close",
+        "activity", "executor", "map", "serve", "stop", "stopped", "handle_request", "close",
     },
     "future": {*FUTURE, "deadline", "dst", "name"},
     "call": {"cancelled", "chain", "deadline", "depth", "expired", "name", "src"},

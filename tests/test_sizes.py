@@ -28,7 +28,8 @@ def classes():
             if "TypedDict" in [getattr(base, "id", "") for base in cls.bases]:
                 continue  # the keywords of a function
             methods = [item for item in cls.body if isinstance(item, FUNCTIONS)]
-            yield name, cls.name, len(methods), len(attributes_of(cls, methods))
+            names = {method.name for method in methods}  # an overload is not another method
+            yield name, cls.name, len(names), len(attributes_of(cls, methods))
 
 
 def attributes_of(cls, methods):

@@ -24,6 +24,8 @@ from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.stream import Stream
 from rankwire.services.rpc_agent import RpcAgent
+from rankwire.services.task_map import TaskMap
+from rankwire.task_outcome import TaskOutcome
 
 __version__ = "0.2.0"
 
@@ -78,6 +80,8 @@ __all__ = [
     "TakeContext",
     "SimulatedBackend",
     "SubBackend",
+    "TaskMap",
+    "TaskOutcome",
     "TcpBackend",
     "Tls",
     "Work",

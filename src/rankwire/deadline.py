@@ -69,6 +69,13 @@ class Deadline:
         now = self._now
         return self if self._end - now() <= limit else Deadline(limit, self.clock)
 
+    def begun(self, seconds: float) -> Deadline:
+        """Return a deadline with the same limit that was created ``seconds`` ago."""
+        other = Deadline(self.limit, self.clock)
+        other._start -= seconds
+        other._end -= seconds
+        return other
+
     def take(self, lock: runtime.Lock, grip: list[bool]) -> bool:
         """Acquire a lock in time, and note it in ``grip``; return whether it is acquired.
 

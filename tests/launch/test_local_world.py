@@ -363,3 +363,51 @@ def test_a_notebook_has_the_ranks_output_in_the_cell_and_can_be_interrupted():
     assert "return 1 / backend.rank" in texts[2]
     assert "rank 0 failed: ZeroDivisionError" in texts[2]
     assert "KeyboardInterrupt" in texts[3]
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+def inverse(number):
+    return 1 / number
+
+
+def test_tasks_run_on_all_ranks_and_fail_alone(world):
+    outcomes = sorted(world.map(inverse, range(10)), key=lambda outcome: outcome.index)
+    assert [outcome.task for outcome in outcomes] == list(range(10))
+    assert isinstance(outcomes[0].error, ZeroDivisionError)
+    assert [outcome.value for outcome in outcomes[1:]] == [1 / n for n in range(1, 10)]
+    assert {outcome.rank for outcome in outcomes} <= {0, 1}
+
+
+def test_tasks_of_a_rank_that_died_fail_and_the_others_go_on():
+    def work(task):
+        if task == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task
+
+    with rankwire.local(2) as world:
+        told = []
+        outcomes = list(world.map(work, range(20), progress=lambda *args: told.append(args)))
+        errors = {outcome.task: outcome.error for outcome in outcomes if outcome.error is not None}
+        assert list(errors) == [2]
+        assert isinstance(errors[2], RankFailedError)
+        assert told[-1] == (20, 20)
+        outcomes = list(world.map(work, [2, 3, 4]))
+        assert all(isinstance(outcome.error, RankFailedError) for outcome in outcomes)
+        assert len(outcomes) == 3
+
+
+def test_a_task_that_cannot_be_sent_fails_alone(processes):
+    outcomes = list(processes.map(inverse, [threading.Lock(), 2]))
+    assert sorted(outcome.error is None for outcome in outcomes) == [False, True]
+
+
+def test_leaving_the_loop_interrupts_the_ranks(processes):
+    begin = time.monotonic()
+    for outcome in processes.map(time.sleep, [0, 60, 60, 60]):
+        assert outcome.task == 0
+        break
+    del outcome
+    assert processes.run(rank_of) == [0, 1]
+    assert time.monotonic() - begin < 20

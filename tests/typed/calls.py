@@ -72,6 +72,17 @@ def futures(agent: RpcAgent, works: list[rankwire.Work[int]]) -> None:
     assert_type(as_completed(works), Iterator[Future[int]])
 
 
+def pools(agent: RpcAgent) -> None:
+    assert_type(next(agent.map(add, [1, 2])).value, int)
+    assert_type(next(agent.map(later, ["a"], chunk=2)), rankwire.TaskOutcome[str, list[str]])
+    assert_type([outcome.value for outcome in agent.map("add", [1])], list[Any])
+    agent.map(add, ["a"])  # error: Argument 1 to "map"
+    with agent.executor() as executor:
+        assert_type(executor.submit(add, 1, b=2), Future[int])
+        assert_type(executor.submit("add", 1, 2).result(), Any)
+        executor.submit(add, "a")  # error: No overload variant of "submit"
+
+
 def resolve(backend: rankwire.Backend) -> None:
     functions: dict[str, Callable[..., Any]] = {"add": add}
     with RpcAgent(backend, resolve=functions.get) as agent:

@@ -6,7 +6,7 @@ Ranks are processes, or threads of a simulated world, which cannot be interrupte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any, Self, TypeVar
@@ -21,11 +21,15 @@ from rankwire.errors import ChannelClosedError, RankFailedError
 from rankwire.finalizers import close_at_exit
 from rankwire.fork import guard, invalidate
 from rankwire.launch.function_run import FunctionRun, Printer, Rank, RankOutcome, values_of
+from rankwire.launch.local_map import map_tasks
 from rankwire.launch.process_world import LEAVE_PATIENCE, ProcessWorld
 from rankwire.observe.stacks import stacks
 from rankwire.override import override
+from rankwire.progress import OnProgress
 from rankwire.public_dir import PublicDir
+from rankwire.task_outcome import TaskOutcome
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 _EXIT_PATIENCE = 1.0  # seconds for processes to leave when the interpreter exits
@@ -139,7 +143,7 @@ class LocalWorld(PublicDir):
         world_size: The number of ranks.
     """
 
-    _SHOWN = ("close", "closed", "on", "run", "world_size")
+    _SHOWN = ("close", "closed", "map", "on", "run", "world_size")
 
     def __init__(self, world_size: int, *, simulated: bool, timeout: float, **options: Any) -> None:
         self._backends: Sequence[Backend] = ()
@@ -178,6 +182,27 @@ class LocalWorld(PublicDir):
             ConfigurationError: A rank is still running a function, or this function cannot be sent.
         """
         return self._run(self._ranks, function, args, limit)
+
+    def map(
+        self,
+        function: Callable[[A], T],
+        tasks: Iterable[A],
+        *,
+        progress: bool | OnProgress = False,
+    ) -> Iterator[TaskOutcome[A, T]]:
+        """Run ``function(task)`` for each task on some rank; yield the outcomes as they come.
+
+        Each rank runs one task at a time. An exception is the ``error`` of that task's outcome; if
+        the rank dies, that is a ``RankFailedError``, and the other ranks go on. Leaving the loop
+        early interrupts the ranks.
+
+        Args:
+            function: Sent to the ranks as by ``run``, without the backend as first argument.
+            tasks: Any iterable, read as ranks become free.
+            progress: As for ``RpcAgent.map``.
+        """
+        self._check_open()
+        return map_tasks(self._ranks, self._printer, function, tasks, progress)
 
     def on(self, rank: int) -> LocalRank:
         """Return a handle to run functions on one rank only."""

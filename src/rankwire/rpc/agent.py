@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from rankwire import runtime
 from rankwire.backends.arguments import check_pickle, check_rank, check_ranks
@@ -25,7 +25,7 @@ from rankwire.rpc.agent_streams import AgentStreams
 from rankwire.rpc.argument_streams import ITEMS
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.pool import Limits
-from rankwire.rpc.registry import Function, Registry, Resolve, Resolver
+from rankwire.rpc.registry import Function, Registry, Resolve, Resolver, Vary
 from rankwire.rpc.reservations import DEFAULT_QUEUED_NBYTES
 from rankwire.rpc.server import Server
 
@@ -47,6 +47,8 @@ class Activity(NamedTuple):
 
 class Agent(AgentStreams, AgentFunctions):
     """What calls and serves; described at ``services.rpc_agent.RpcAgent``."""
+
+    _variants: ClassVar[Mapping[str, Vary]] = {}  # of all served functions, by their names
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Agent(AgentStreams, AgentFunctions):
             self.codec,
             Limits(workers, max_queued, max_nested),
             max_queued_nbytes,
+            variants=self._variants,
             on_check=lambda: self._caller.futures.check(),
             on_end=self._ended_by_itself,
         )

@@ -53,27 +53,37 @@ class CallInquiries:
         answer = backend.mesh.inquiries.ask(rank, deadline, self.port.service, keys)
         return None if answer is None else calls_of(answer, rank, backend.world)
 
+    def ask_about(
+        self, dst: int, request_ids: Sequence[int], patience: float = _ASK_LIMIT
+    ) -> dict[int, ActiveCall] | None:
+        """Ask a callee about calls of this rank; return those that it serves, or None."""
+        world = self.backend.world
+        src = world[self.backend.rank]
+        keys = [Key(world[dst], src, number) for number in request_ids]
+        answer = self.ask(world[dst], keys, Deadline(patience, self.backend.clock))
+        if answer is None:
+            return None
+        return {key.request_id: answer[key] for key in keys if key in answer}
+
     def explain_late(self, dst: int, request_ids: Sequence[int], limit: float) -> Explain:
         """Ask a callee once about late calls; return a function that adds the answer to an error.
 
         ``limit`` is the timeout of the calls; the inquiry takes at most a quarter of it.
         """
-        clock, world = self.backend.clock, self.backend.world
+        clock = self.backend.clock
         patience = min(_ASK_LIMIT, limit / 4)
-        src = world[self.backend.rank]
-        keys = {number: Key(world[dst], src, number) for number in request_ids}
-        answer: dict[Key, ActiveCall] | None = {}
+        answer: dict[int, ActiveCall] | None = {}
         if patience > 0.0:
-            answer = self.ask(world[dst], [*keys.values()], Deadline(patience, clock))
+            answer = self.ask_about(dst, request_ids, patience)
         of_all = DeadlineExceededError(limit, waiting_for=[dst])
-        if len(keys) > 1:  # for one call, the backend adds this when it explains its error
+        if len(request_ids) > 1:  # for one call, the backend adds this when it explains its error
             self.backend.explained(of_all, "rpc_async", Deadline(0.0, clock), dst)
 
         def explain(error: DeadlineExceededError, request_id: int, name: str) -> None:
             if answer is None:
                 error.explain(f"rank {dst} does not say what it is doing")
             # A call that it does not know has ended or not arrived: then there is nothing to add.
-            elif (call := answer.get(keys[request_id])) is not None:
+            elif (call := answer.get(request_id)) is not None:
                 error.explain(f"rank {dst} has had {name!r} for {call.age:.3g} s; it {call.doing}")
             if of_all.detail:
                 error.explain(of_all.detail).is_explained = True

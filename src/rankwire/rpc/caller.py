@@ -32,7 +32,7 @@ from rankwire.rpc.argument_streams import Offer, OfferedItems
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.call_cycles import NestedWaits
 from rankwire.rpc.call_inquiries import CallInquiries
-from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.future import OnEnd, RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.pending_futures import PendingFutures
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
@@ -126,19 +126,26 @@ class Caller:
         call: Call | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        total: Deadline | None = None,
+        on_end: OnEnd | None = None,
     ) -> RpcFuture[Any]:
-        """Start a call and return its future; raises only if an argument is invalid."""
+        """Start a call and return its future; raises only if an argument is invalid.
+
+        ``total`` is as in ``RpcFuture``; ``on_end`` is called as soon as it ends, perhaps twice.
+        """
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
                 dst = check_rank(dst, self._backend.world_size, self._backend.roles)
-            message = self._encode(dst, name, deadline.limit, call, args, kwargs)
+            message = self._encode(dst, name, (total or deadline).limit, call, args, kwargs)
         except RankwireError as error:
             if (offer := self._offer(error, dst, args, kwargs)) is not None:
-                return self._start_with(offer, name, deadline, call)
-            cause = error.__cause__
-            raise self.explained(error, "rpc_async", name, dst, deadline, call) from cause
+                return self._start_with(offer, name, deadline, call, total, on_end)
+            raise self.explained(error, "rpc_async", name, dst, deadline, call) from error.__cause__
         future: RpcFuture[Any] = RpcFuture(self.futures, dst, next(self._ids), name, deadline, call)
         request_id = future.request_id
+        future.total = total
+        if on_end is not None:
+            future.when_ended(on_end)
         try:
             reply = self._send(dst, request_id, name, deadline, call, args, kwargs, message, future)
             future.reply = reply
@@ -148,11 +155,15 @@ class Caller:
                 call.began(MadeCall(self.port, dst, name, reply))
                 if future.done():  # the reply came just now
                     call.ended(request_id)
+            if on_end is not None:
+                future.attend()
         except Exception as error:
             if not future.done():  # such as a peer that dies while the request is being sent
                 self.futures.fail(future, error)
         except BaseException:  # an interrupt: the program does not get the future
             self.futures.settled(future)
+            if future.reply is not None:
+                future.reply.withdraw()
             self.port.cancel(dst, request_id)
             raise
         return future
@@ -165,10 +176,18 @@ class Caller:
         return self.offered.offer(dst, args, kwargs) if is_about_types else None
 
     def _start_with(
-        self, offer: Offer, name: str, deadline: Deadline, call: Call | None
+        self,
+        offer: Offer,
+        name: str,
+        deadline: Deadline,
+        call: Call | None,
+        total: Deadline | None,
+        on_end: OnEnd | None,
     ) -> RpcFuture[Any]:
         try:
-            future = self.start(offer.dst, name, deadline, call, offer.args, offer.kwargs)
+            future = self.start(
+                offer.dst, name, deadline, call, offer.args, offer.kwargs, total, on_end
+            )
             future.when_ended(offer.end)
         except BaseException:
             offer.end()
@@ -233,7 +252,7 @@ class Caller:
         call = serving.get()
         if call is None:
             return drive(deadline)
-        self._before_waiting(call)
+        self.before_waiting(call)
         return self._nested_waits.drive(call, feed.made, deadline, patient=True, drive=drive)
 
     def stream_failed(self, feed: Feed, error: RankwireError, count: int) -> RankwireError:
@@ -280,6 +299,7 @@ class Caller:
             self._check_may_send(call, message)
         waiting = future if feed is None else feed
         on_reply = None if waiting is None else waiting.on_reply
+        total = (None if waiting is None else waiting.total) or deadline
         has_space = message[1] <= SMALL_NBYTES
         while True:
             if future is not None:
@@ -288,7 +308,7 @@ class Caller:
             if not has_space:
                 has_space = True
                 if self._reserve(dst, request_id, message, deadline, call):
-                    left = (deadline if feed is None else feed.total).remaining()
+                    left = total.remaining()
                     message = self._encode(dst, name, left, call, args, kwargs)
             try:
                 reply = self.port.call(
@@ -311,7 +331,7 @@ class Caller:
             limit = self._max_in_flight
             if not self._nested_waits.wait_for_room(call, self.port, dst, name, limit, deadline):
                 raise OverloadedError(f"{limit} calls to rank {dst} are in flight (max_in_flight)")
-            left = (deadline if feed is None else feed.total).remaining()
+            left = total.remaining()
             message = self._encode(dst, name, left, call, args, kwargs)
 
     def _not_sent(self, dst: int, request_id: int, message: Message, error: BaseException) -> None:
@@ -325,7 +345,7 @@ class Caller:
             if self.closed:
                 raise ChannelClosedError("this agent is closed")
             if call is not None:
-                self._before_waiting(call)
+                self.before_waiting(call)
         except BaseException:
             self.codec.undo(message)
             raise
@@ -386,7 +406,8 @@ class Caller:
 
     # -- calls of functions that are being served --------------------------------------------------
 
-    def _before_waiting(self, call: Call) -> None:
+    def before_waiting(self, call: Call) -> None:
+        """Let another thread poll; raise if the call is cancelled, in which this thread waits."""
         if call.cancelled:
             raise call.cancellation()
         if call.worker is not None:
@@ -397,7 +418,7 @@ class Caller:
         call = serving.get()
         if call is None:
             return reply.drive(deadline)
-        self._before_waiting(call)
+        self.before_waiting(call)
         # A function that waits for less than the call's deadline can go on without the reply.
         patient = deadline is future.deadline
         made = MadeCall(self.port, future.dst, future.name, reply)

@@ -108,6 +108,8 @@ class RpcFuture(LoggedFuture[R]):
 
     _on_end: Sequence[OnEnd] = ()
     reply: Reply | None = None  # set once the request is sent
+    # If set, ``deadline`` counts from when the function begins, and this from the start.
+    total: Deadline | None = None
 
     def __init__(
         self,
@@ -205,6 +207,10 @@ class RpcFuture(LoggedFuture[R]):
         self.__dict__.setdefault("_on_end", []).append(on_end)
         if self.done():
             self._call_on_end()
+
+    def calls_at_end(self, on_end: OnEnd) -> bool:
+        """Return whether ``on_end`` will be called at the end."""
+        return on_end in self._on_end
 
     def _call_on_end(self) -> None:
         for on_end in list(self._on_end):

@@ -181,6 +181,11 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
     """Return the reply for an error; with ``longest``, with short texts and no traceback."""
     if isinstance(error, MessageTooLargeError):
         return encode_reply(codec, Outcome.TOO_LARGE, [error.nbytes, error.limit])
+    return encode_reply(codec, Outcome.RAISED, failure_details(error, longest))
+
+
+def failure_details(error: BaseException, longest: int | None = None) -> list[Any]:
+    """Return an error as a reply has it; with ``longest``, with short texts and no traceback."""
     # An error that came from another rank keeps its type and text, however many ranks it passes.
     if isinstance(error, RemoteError):
         kind, text, bases = error.remote_type, error.remote_message, list(error.remote_bases)
@@ -188,10 +193,13 @@ def encode_failure(codec: Codec, error: BaseException, longest: int | None = Non
         kind, text, bases = type_name(error), text_of(error), _bases_of(error)
     if longest is None:
         trace = _printable(traceback_of(error, without_first=True))
-        details = [kind, _printable(text), trace, bases[:_MAX_BASES]]
-    else:
-        details = [kind[:longest], _printable(text[:longest]), "", []]
-    return encode_reply(codec, Outcome.RAISED, details)
+        return [kind, _printable(text), trace, bases[:_MAX_BASES]]
+    return [kind[:longest], _printable(text[:longest]), "", []]
+
+
+def failure_of(details: Any, dst: int) -> RankwireError:
+    """Return the error of which ``dst`` has sent the details."""
+    return _error(Outcome.RAISED, details, dst, 0.0)
 
 
 def _bases_of(error: BaseException) -> list[str]:

@@ -21,9 +21,10 @@ from rankwire.errors import (
     RankwireError,
 )
 from rankwire.rpc.call_inquiries import CallInquiries, Explain
-from rankwire.rpc.future import RpcFuture
+from rankwire.rpc.future import OnEnd, RpcFuture
 from rankwire.rpc.messages import decode_reply
 from rankwire.rpc.reservations import Allowance
+from rankwire.wire.control_messages import ActiveCall
 from rankwire.wire.frames import whole_of
 from rankwire.wire.receive import Receive
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rankwire.rpc.caller import Caller
 
 _CHECK_EVERY = 0.05  # seconds
+_ASK_AGAIN = 0.25  # seconds, if a callee did not say whether a function has begun
 
 
 class PendingFutures:
@@ -62,7 +64,7 @@ class PendingFutures:
         except RankwireError as error:
             if isinstance(error, (PeerLostError, ChannelClosedError)):
                 error.may_have_run = True
-            self.fail(future, error)
+            self.fail(future, self.port.in_own_ranks(future.dst, error))
             return
         try:
             value = decode_reply(self._codec, payload, future.dst, future.deadline.limit)
@@ -116,6 +118,13 @@ class PendingFutures:
         self.port.attend(patiently=True)
         return True
 
+    def cancel_of(self, on_end: OnEnd) -> None:
+        """Cancel the calls that were started with ``on_end``."""
+        for future in list(self.pending.values()):
+            if future.calls_at_end(on_end):
+                future.disregard()
+                future.cancel()
+
     def fail_all(self) -> None:
         """Fail all futures: this agent or its backend is closed."""
         cause = ChannelClosedError("this agent is closed")
@@ -138,11 +147,35 @@ class PendingFutures:
             self._run_soon(partial(self._expire_all, dst, of_one_rank))
 
     def _expire_all(self, dst: int, futures: list[RpcFuture[Any]]) -> None:
-        numbers = [future.request_id for future in futures]
         try:
-            limit = max(future.deadline.limit for future in futures)
-            explain = self._inquiries.explain_late(dst, numbers, limit)
-            for future in futures:
-                self._run_soon(partial(self.expire, future, explain))
+            late = self._without_extended(dst, futures)
+            if late:
+                numbers = [future.request_id for future in late]
+                limit = max(future.deadline.limit for future in late)
+                explain = self._inquiries.explain_late(dst, numbers, limit)
+                for future in late:
+                    self._run_soon(partial(self.expire, future, explain))
         finally:
-            self._expiring.difference_update(numbers)
+            self._expiring.difference_update(future.request_id for future in futures)
+
+    def _without_extended(self, dst: int, futures: list[RpcFuture[Any]]) -> list[RpcFuture[Any]]:
+        """Extend the deadlines that count from the function's begin; return the other futures."""
+        patient = [each for each in futures if each.total is not None and not each.total.expired]
+        if not patient:
+            return futures
+        numbers = [future.request_id for future in patient]
+        answer = self._inquiries.ask_about(dst, numbers)
+        extended = [future for future in patient if self._extend(future, answer)]
+        return [future for future in futures if future not in extended]
+
+    def _extend(self, future: RpcFuture[Any], answer: dict[int, ActiveCall] | None) -> bool:
+        deadline = future.deadline
+        if answer is None:
+            began = max(0.0, deadline.limit - _ASK_AGAIN)
+        elif (call := answer.get(future.request_id)) is None:
+            return False  # it has ended there, or did not arrive
+        else:
+            began = 0.0 if call.workers else call.ran
+        if began < deadline.limit:
+            future.deadline = deadline.begun(began)
+        return began < deadline.limit

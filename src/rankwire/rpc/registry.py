@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from rankwire import runtime
+from rankwire.codec.codec import Codec
 from rankwire.errors import (
     ConfigurationError,
     FunctionNotFoundError,
@@ -31,6 +32,10 @@ _MAX_NAME = 1024
 T = TypeVar("T")
 Resolve = Callable[[str], Callable[..., Any] | None]
 FindMethods = Callable[[object], dict[str, Callable[..., Any]]]
+# Makes a variant of a served function, such as one that takes many arguments at once.
+Vary = Callable[[Callable[..., Any], Codec], Callable[..., Any]]
+
+VARIANT = "\0"  # between a function's name and that of the requested variant
 
 
 class Function:
@@ -42,10 +47,12 @@ class Function:
         target: Callable[..., Any],
         *,
         copies: bool = False,
+        idempotent: bool = False,
         owner: str | None = None,
     ) -> None:
         self.name = name
         self.copies = copies  # the result, before it is sent
+        self.idempotent = idempotent  # a call that may have run may be repeated
         self.owner = owner  # the name of the registered object whose method it is
         self.target = target
         self.is_async = is_coroutine_function(target)
@@ -119,10 +126,17 @@ class Habits:
 class ResolvedFunction(Function):
     """A function for one call, which shares its habits with other calls."""
 
-    def __init__(self, name: str, target: Callable[..., Any], habits: Habits) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Callable[..., Any],
+        habits: Habits | Function,
+        *,
+        copies: bool = False,
+    ) -> None:
         self.name = name
         self.target = target
-        self.copies = False
+        self.copies = copies
         self.is_async = habits.is_async
         self._habits = habits
 
@@ -176,6 +190,7 @@ class Registry:
         replace: bool,
         copies: bool = False,
         methods: FindMethods | None = None,
+        idempotent: bool = False,
     ) -> T:
         """Register a function, or all public methods of an object as ``name.method``; return it.
 
@@ -210,7 +225,7 @@ class Registry:
                 )
             kept = {n: f for n, f in self.functions.items() if owner is None or f.owner != owner}
             self.functions = kept | {
-                name: Function(name, target, copies=copies, owner=owner)
+                name: Function(name, target, copies=copies, idempotent=idempotent, owner=owner)
                 for name, target in targets.items()
             }
         return thing
@@ -228,6 +243,16 @@ class Registry:
     def resolve(self, name: str) -> Function | None:
         """Ask the resolver for a function that is not registered; raise what it raises."""
         return None if self._resolver is None else self._resolver.find(name)
+
+    def variant(self, function: Function, make: Vary, codec: Codec) -> Function:
+        """Return a variant of a function for one call, which shares the function's habits."""
+        target = make(function.target, codec)
+        return ResolvedFunction(function.name, target, function, copies=function.copies)
+
+    def is_idempotent(self, name: str) -> bool:
+        """Return whether a function of that name is registered here as idempotent."""
+        function = self.functions.get(name)
+        return function is not None and function.idempotent
 
     def names(self) -> list[str]:
         """Return all names, sorted."""

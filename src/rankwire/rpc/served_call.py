@@ -44,6 +44,7 @@ class ServedCall(Call):
 
     task: asyncio.Task[None] | None = None  # runs it on the event loop
     deferred: DeferredReply | None = None  # if the function has returned a future
+    begin: float | None = None  # of its function, if it goes on without a worker
     _holds_space = False
 
     def __init__(
@@ -66,9 +67,10 @@ class ServedCall(Call):
 
     @property
     def seconds(self) -> float:
-        """How long its function has run; without a worker, the time since the call came."""
+        """How long its function has run; if it has not begun, the time since the call came."""
         worker = self.worker
-        return self.deadline.waited if worker is None else self._server.clock.now() - worker.began
+        began = self.begin if worker is None else worker.began
+        return self.deadline.waited if began is None else self._server.clock.now() - began
 
     @property
     def is_suspended(self) -> bool:
@@ -134,15 +136,18 @@ class ServedCall(Call):
             waited, worker = self.deadline.waited, one_of(self._server.active.workers, "worker")
             detail = f"it waited {waited:.3g} s there for {worker}, and was not run"
             refusal = replies.late(detail, began=False)
-        elif self._server.event_loop.run(partial(self._run_async, request), self):
-            return
         else:
+            self.begin = self._server.clock.now()
+            if self._server.event_loop.run(partial(self._run_async, request), self):
+                return
             refusal = replies.closed(began=False)
         self._answer_at_once(refusal)
 
     def _defer(self, future: Future[Any]) -> Message | None:
         self._request = None  # free the arguments
         self.incoming.payload = bytearray()
+        if self.worker is not None:
+            self.begin = self.worker.began
         try:
             if future.done():
                 return self._outcome_of(future)

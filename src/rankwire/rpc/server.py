@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from rankwire.rpc.messages import (
     encode_result,
 )
 from rankwire.rpc.pool import Job, JobSource, Limits, Pool, Worker
-from rankwire.rpc.registry import Function, Registry
+from rankwire.rpc.registry import VARIANT, Function, Registry, Vary
 from rankwire.rpc.replies import Replies
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, Reservations, unpack_reservation
 from rankwire.rpc.served_call import EventLoop, ServedCall
@@ -63,6 +63,7 @@ class Server:
         limits: Limits,
         max_queued_nbytes: float,
         *,
+        variants: Mapping[str, Vary],
         on_check: Callable[[], bool],
         on_end: Callable[[], None],
     ) -> None:
@@ -71,6 +72,7 @@ class Server:
         self.port = port
         self.registry = registry
         self._codec = codec
+        self._variants = variants
         self._draining = False
         self.is_stopping = False  # running calls are being cancelled
         self.items_of: Callable[[Call, int, tuple[int, int]], Stream[Any]]  # set by the agent
@@ -172,7 +174,23 @@ class Server:
             errand()
             return None, encode_result(self._codec, None)
         internal = self.registry.internal.get(request.name)
-        return self._resolve(request.name) if internal is None else (internal, None)
+        if internal is not None:
+            return internal, None
+        if VARIANT in request.name:
+            return self._find_variant(request)
+        return self._resolve(request.name)
+
+    def _find_variant(self, request: Request) -> tuple[Function | None, Message | None]:
+        request.name, _, variant = request.name.partition(VARIANT)  # as a call in service is shown
+        function, refusal = self.registry.functions.get(request.name), None
+        if function is None:
+            function, refusal = self._resolve(request.name)
+        if function is None:
+            return None, refusal
+        make = self._variants.get(variant)
+        if make is None:
+            return None, self.replies.not_found(request.name, f"it has no variant {variant!r}")
+        return self.registry.variant(function, make, self._codec), None
 
     def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
         try:

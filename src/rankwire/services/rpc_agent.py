@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from rankwire.rpc.agent import Agent
+from rankwire.rpc.registry import Vary
+from rankwire.services.agent_pool import AgentPool
+from rankwire.services.chunks import EACH, make_each
 
 
-class RpcAgent(Agent):
+class RpcAgent(AgentPool, Agent):
     """Register functions and call them on any rank. An agent serves from construction on.
 
     Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
@@ -40,3 +46,5 @@ class RpcAgent(Agent):
             methods that the object's own class defines, as ``"rollout.step"`` and so on;
             ``{"rollout": (rollout, ["step", "reset"])}`` these methods, which may be inherited.
     """
+
+    _variants: ClassVar[Mapping[str, Vary]] = {EACH: make_each}

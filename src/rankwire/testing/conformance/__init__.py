@@ -15,6 +15,7 @@ from rankwire.testing.conformance import (
     group_checks,
     message_checks,
     nested_call_checks,
+    pool_checks,
     role_checks,
     stream_checks,
 )
@@ -35,6 +36,7 @@ CHECKS: dict[str, Check] = {
         nested_call_checks,
         role_checks,
         stream_checks,
+        pool_checks,
     )
     for name, function in vars(module).items()
     if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["make_world"]
