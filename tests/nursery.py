@@ -178,14 +178,20 @@ class _Requests:
                     return become
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> Callable[[], None] | None:
+        begun, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            os.close(begun)
+            os.close(theirs)
             self._forget_the_nursery()
             os.close(descriptors.pop())
             if request["kind"] == "rank":
                 return functools.partial(_become_a_rank, request, *descriptors)
             return functools.partial(_become_a_program, request, descriptors)
+        os.close(theirs)
+        os.read(begun, 1)  # until it has its group: a signal to that would not find it before
+        os.close(begun)
         self._statuses[pid] = descriptors.pop()
         for descriptor in descriptors:
             os.close(descriptor)
