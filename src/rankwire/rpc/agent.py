@@ -92,6 +92,7 @@ class Agent(AgentStreams, AgentFunctions):
         self._caller = Caller(
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
+        self._begin_services()
         try:
             # Before serving, so that a call that arrives now finds the functions registered next.
             self._port.presence.open()
@@ -101,6 +102,9 @@ class Agent(AgentStreams, AgentFunctions):
         self._server.pool.start()
         guard(self, Agent._close_in_child)
         close_at_exit(self, Agent._leave_at_exit)
+
+    def _begin_services(self) -> None:
+        """Register what services answer, before any call is served."""
 
     @property
     def rank(self) -> int:

@@ -29,14 +29,27 @@ class AgentFunctions:
 
     @overload
     def register(
-        self, name: str, function: T, *, replace: bool = False, copy: bool = False
+        self,
+        name: str,
+        function: T,
+        *,
+        replace: bool = False,
+        copy: bool = False,
+        direct: bool = False,
     ) -> T: ...
     @overload
     def register(
-        self, name: str | None = None, *, replace: bool = False, copy: bool = False
+        self,
+        name: str | None = None,
+        *,
+        replace: bool = False,
+        copy: bool = False,
+        direct: bool = False,
     ) -> Callable[[F], F]: ...
     @overload
-    def register(self, name: T, *, replace: bool = False, copy: bool = False) -> T: ...
+    def register(
+        self, name: T, *, replace: bool = False, copy: bool = False, direct: bool = False
+    ) -> T: ...
     def register(
         self,
         name: str | T | None = None,
@@ -44,6 +57,7 @@ class AgentFunctions:
         *,
         replace: bool = False,
         copy: bool = False,
+        direct: bool = False,
     ) -> T | Callable[[F], F]:
         """Let other ranks call a function, or the public methods of an object.
 
@@ -77,6 +91,8 @@ class AgentFunctions:
                 is not enough if other threads change the array, because the function releases its
                 lock before the copy, which takes about a millisecond for 10 MB. Then copy under the
                 lock instead.
+            direct: Whether the function reads ``Call.src``. Then the agent refuses group calls that
+                another rank passes on, and their caller calls this rank itself.
 
         Returns:
             The function or object, or a decorator.
@@ -85,7 +101,7 @@ class AgentFunctions:
             ConfigurationError: It is neither callable nor has such methods, it has no name of its
                 own and you passed none, or the name is taken or invalid.
         """
-        add = partial(self._registry.add, replace=replace, copies=copy)
+        add = partial(self._registry.add, replace=replace, copies=copy, direct=direct)
         if function is not _LEFT_OUT:
             return add(name, function)
         if name is None or isinstance(name, str):

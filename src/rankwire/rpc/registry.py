@@ -35,32 +35,36 @@ Resolve = Callable[[str], Callable[..., Any] | None]
 class Function:
     """A registered function."""
 
+    needs_worker = True  # False for quick ones of the agent itself, which run beside the workers
+
     def __init__(
         self,
         name: str,
         target: Callable[..., Any],
         *,
         copies: bool = False,
+        direct: bool = False,
         owner: str | None = None,
     ) -> None:
         self.name = name
         self.copies = copies  # the result, before it is sent
+        self.direct = direct  # refuse group calls that another rank passes on
         self.owner = owner  # the name of the registered object whose method it is
         self.target = target
         self.is_async = is_coroutine_function(target)
         self.is_slow = False  # the last run was long: another thread should poll meanwhile
 
     @cached_property
-    def takes_timeout(self) -> bool:
-        """Whether it has a parameter ``timeout``. Cached, because that takes as long as a call."""
+    def keywords(self) -> frozenset[str]:
+        """The parameters to pass by name. Cached, because finding them takes as long as a call."""
         try:
             parameters = inspect.signature(self.target).parameters
         except (TypeError, ValueError):  # functions written in C may have no signature
-            return False
-        parameter = parameters.get("timeout")
-        return parameter is not None and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
+            return frozenset()
+        return frozenset(
+            name
+            for name, parameter in parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         )
 
 
@@ -121,7 +125,7 @@ class ResolvedFunction(Function):
     def __init__(self, name: str, target: Callable[..., Any], habits: Habits) -> None:
         self.name = name
         self.target = target
-        self.copies = False
+        self.copies = self.direct = False
         self.is_async = habits.is_async
         self._habits = habits
 
@@ -151,13 +155,16 @@ class Registry:
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
-        # Quick requests between agents, by names that no function can have.
-        self.own: dict[str, Callable[[], None]] = {}
+        # Requests between agents, by names that no function can have: functions of the agent, or
+        # something quick for the polling thread to do.
+        self.own: dict[str, Function | Callable[[], None]] = {}
         self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()
 
-    def add(self, name: Any, thing: T, *, replace: bool, copies: bool = False) -> T:
+    def add(
+        self, name: Any, thing: T, *, replace: bool, copies: bool = False, direct: bool = False
+    ) -> T:
         """Register a function, or all public methods of an object as ``name.method``; return it.
 
         Without a name, use its own or that of the object's class. ``replace`` removes the methods
@@ -190,7 +197,7 @@ class Registry:
                 )
             kept = {n: f for n, f in self.functions.items() if owner is None or f.owner != owner}
             self.functions = kept | {
-                name: Function(name, target, copies=copies, owner=owner)
+                name: Function(name, target, copies=copies, direct=direct, owner=owner)
                 for name, target in targets.items()
             }
         return thing
@@ -225,14 +232,16 @@ class Registry:
             "pass the name under which the other rank registered it"
         )
 
-    def check_timeout(self, name: str) -> None:
-        """Raise ``ConfigurationError`` if ``timeout=`` may be meant for the function."""
+    def check_keyword(self, name: str, keyword: str = "timeout", to: str = "to(rank") -> None:
+        """Raise ``ConfigurationError`` if a keyword of a call may be meant for the function."""
         function = self.functions.get(name)
-        if function is not None and function.takes_timeout:
+        if function is not None and keyword in function.keywords:
+            separator = "" if to.endswith("(") else ", "
+            what = "the timeout" if keyword == "timeout" else repr(keyword)
             raise ConfigurationError(
-                f"{name!r} has a parameter 'timeout', so timeout= may mean either: "
-                f"agent.to(rank, timeout=...)({name!r}, ...) sets the timeout of the call, "
-                f"agent.to(rank)({name!r}, ..., timeout=...) passes it to the function"
+                f"{name!r} has a parameter {keyword!r}, so {keyword}= may mean either: "
+                f"agent.{to}{separator}{keyword}=...)({name!r}, ...) sets {what} of the call, "
+                f"agent.{to})({name!r}, ..., {keyword}=...) passes it to the function"
             )
 
 

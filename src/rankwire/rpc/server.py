@@ -142,7 +142,10 @@ class Server:
         if function is not None:
             refusal = self._beyond_limits(call, request, is_large)
             if refusal is None and not call.is_stream:
-                return ServedCall(self, call, request, function)
+                job = ServedCall(self, call, request, function)
+                if not function.needs_worker:
+                    job.depth = max(job.depth, 1)
+                return job
             if refusal is None:
                 ServedStream(self, call, request, function)  # a grant has it begin
                 return None
@@ -162,13 +165,16 @@ class Server:
             return None, self.replies.closed(began=False)
         if request.name == RESERVE:
             return None, self._reserve(call, request)
-        errand = self.registry.own.get(request.name)
-        if errand is not None:
-            errand()
+        own = self.registry.own.get(request.name)
+        if isinstance(own, Function):
+            return own, None
+        if own is not None:
+            own()
             return None, encode_result(self._codec, None)
-        return self._resolve(request.name)
+        return self.resolve(request.name)
 
-    def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
+    def resolve(self, name: str) -> tuple[Function | None, Message | None]:
+        """Return the function that the program's ``resolve`` finds, or a refusal."""
         try:
             function = self.registry.resolve(name)
         except FunctionNotFoundError as error:
@@ -238,6 +244,7 @@ class Server:
     def _caller_gone(self, event: CallerGone) -> None:
         for job in list(self.active.values()):
             if job.incoming.origin is event.origin:
+                job.lost_caller = True
                 self._cancel_job(job)
         self.reservations.caller_gone(event.src, event.origin)
 

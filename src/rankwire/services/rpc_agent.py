@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from rankwire.override import override
 from rankwire.rpc.agent import Agent
+from rankwire.services.group_calls import AgentGroupCalls
+from rankwire.services.group_run import GroupRuns
 
 
-class RpcAgent(Agent):
+class RpcAgent(AgentGroupCalls, Agent):
     """Register functions and call them on any rank. An agent serves from construction on.
 
     Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
@@ -36,3 +39,7 @@ class RpcAgent(Agent):
             every call, so it must be quick and must not call other ranks. Two calls of
             ``handle_request`` may run it at once. The agent drops the function after the call.
     """
+
+    @override
+    def _begin_services(self) -> None:
+        self._groups = GroupRuns(self)
