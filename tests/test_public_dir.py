@@ -24,11 +24,11 @@ SHOWN = {
     "agent": {
         "backend", "codec", "name", "rank", "timeout", "world_size",
         "register", "register_error", "unregister", "functions", "lookup",
-        "rpc_sync", "rpc_async", "to", "to_async",
+        "rpc_sync", "rpc_async", "to", "to_async", "call_all", "to_all", "as_completed",
         "activity", "serve", "stop", "stopped", "handle_request", "close",
     },
     "future": {*FUTURE, "deadline", "dst", "name"},
-    "call": {"cancelled", "chain", "deadline", "depth", "expired", "name", "src"},
+    "call": {"cancelled", "chain", "deadline", "depth", "expired", "name", "origin", "src"},
     "work": {*FUTURE, "description", "wait"},
     "handle": {"done", "source", "wait"},
     "functions of a rank": set(),

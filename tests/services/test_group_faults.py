@@ -17,6 +17,7 @@ from rankwire import (
 from rankwire.testing import simulated_world
 from worlds import eventually
 
+SOON = 8.0  # seconds, less than the timeout
 SIZE = 12  # rank 0 calls 6, 3, 2 and 1; rank 6 calls 9, 8 and 7; rank 9 calls 11 and 10
 TIMEOUT = 10.0
 
@@ -77,7 +78,9 @@ def test_a_member_that_is_killed_is_named_and_no_other_is_missing(victim, settin
     for count in range(1, messages_of(victim, **settings) + 1):
         with field(FaultPlan().kill(victim, after=count)) as one:
             for number in range(2):
+                began = time.monotonic()
                 result = one.agents[0].to_all(partial=True, **settings).run(number)
+                assert time.monotonic() - began < SOON, count
                 assert result.errors.keys() <= {victim}, count
                 for error in result.errors.values():
                     assert isinstance(error, PeerLostError | ChannelClosedError), (count, error)
@@ -100,6 +103,8 @@ def test_a_caller_that_is_killed_gets_an_error_and_leaves_nothing(settings):
     for count in range(1, messages_of(0, **settings)):
         with field(FaultPlan().kill(0, after=count)) as one:
             kinds = (GroupCallError, PeerLostError, ChannelClosedError)
+            began = time.monotonic()
             with pytest.raises(kinds):
                 [one.agents[0].to_all(**settings).run(number) for number in range(2)]
+            assert time.monotonic() - began < SOON, count
             one.assert_clean()

@@ -33,6 +33,7 @@ from rankwire.services.group_tree import Range, delegations, height
 RELAY = "\0group"  # calls a member, and those below it
 
 _LEVEL = 0.1  # seconds for a relay to report, after the deadline, who did not answer
+_MOMENT, _MOST_ROUNDS = 0.001, 20
 _GIVEN_UP = (DeadlineExceededError, CallCancelledError, CircularCallError)
 
 
@@ -207,15 +208,27 @@ class Gathering:
         clock = self._deadline.clock
         patience = 1.0 + reporting_time(len(self.plan.ranks))
         limit = Deadline(self._deadline.remaining() + patience, clock)
+        rounds = 0
         while self._open and not limit.expired:
             futures = [each for each in list(self._open.values()) if each and not each.done()]
             if futures:
                 futures[0].exception()  # a circle of calls is found while it waits
-            else:
-                clock.sleep(0.001)  # another thread takes a reply, or bypasses a relay
+                rounds = 0
+                continue
+            clock.sleep(_MOMENT)  # another thread takes a reply, or bypasses a relay
+            rounds += 1
+            if rounds > _MOST_ROUNDS:  # unless the serving threads have ended
+                self._run_soon = _run_now
+                for span, future in list(self._open.items()):
+                    if future is not None:
+                        self._ended(span, future)
 
     def cancel(self) -> None:
         """Cancel the calls that have not ended."""
         for future in list(self._open.values()):
             if future is not None:
                 future.cancel()
+
+
+def _run_now(errand: Callable[[], None]) -> None:
+    errand()

@@ -47,10 +47,10 @@ from rankwire.rpc.registry import Function
 from rankwire.rpc.served_call import ServedCall
 from rankwire.services.group_gathering import RELAY, Gathering, Plan, reporting_time
 from rankwire.services.group_tree import combiner, delegations, merged
-from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
     from rankwire.rpc.agent import Agent
+    from rankwire.wire.frames import Message
 
 PART, PART_ASYNC = "\0part", "\0async part"
 
@@ -63,7 +63,7 @@ _FORGET_AFTER = 60.0  # seconds after the deadline
 _SWEEP_EVERY = 1.0
 
 
-class Operation(Call):
+class JoinedCall(Call):
     """A group call at one member. The calls that it makes for it are this call's."""
 
     def __init__(self, plan: Plan, sender: int, deadline: Deadline, links: Any) -> None:
@@ -102,7 +102,7 @@ class _Caller:
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.settled = 0
-        self.operations: dict[int, Operation] = {}  # by number
+        self.calls: dict[int, JoinedCall] = {}  # by number
 
 
 class _Gathered(Future[Any]):
@@ -129,7 +129,7 @@ class Members:
         self._clock = agent.backend.clock
         self._lock = runtime.Lock()
         self._callers: dict[tuple[int, int], _Caller] = {}  # by rank and number of the agent
-        self._parts: dict[int, tuple[Operation, Function, Any]] = {}  # functions to call
+        self._parts: dict[int, tuple[JoinedCall, Function, Any]] = {}  # functions to call
         self._next_sweep = Deadline(0.0, self._clock)
         self.run_soon = agent._server.run_soon
         own = agent._registry.own
@@ -145,31 +145,31 @@ class Members:
         call = serving.get()
         assert isinstance(call, ServedCall)
         plan = self._checked(header, payload, call.src)
-        operation = self._operation_of(plan, call)
+        joined = self._joined_call(plan, call)
         call.name = plan.name
-        call.awaited = operation.outgoing
+        call.awaited = joined.outgoing
         reply = _Gathered()
         gathering = Gathering(
             self._caller,
             self.run_soon,
             plan,
             payload,
-            operation,
-            operation.deadline,
-            lambda: self._answer(operation, gathering, reply),
+            joined,
+            joined.deadline,
+            lambda: self._answer(joined, gathering, reply),
         )
-        reply.on_cancel = partial(self._unwanted, operation, gathering, call)
+        reply.on_cancel = partial(self._unwanted, joined, gathering, call)
         own, is_direct = (plan.low, plan.low + 1), call.src == plan.origin
         gathering.expect([own])
-        operation.gatherings[gathering] = is_direct
+        joined.gatherings[gathering] = is_direct
         try:
             gathering.open(delegations(plan.low, plan.low + len(plan.ranks), plan.low))
-            if not self._begin(operation, plan, payload, is_direct=is_direct):
+            if not self._begin(joined, plan, payload, is_direct=is_direct):
                 gathering.close(own)  # the caller must call this member itself
-            elif operation.outcome is not None:  # before this gathering was added
-                self._take_own(operation, gathering)
+            elif joined.outcome is not None:  # before this gathering was added
+                self._take_own(joined, gathering)
         except BaseException:
-            operation.gatherings.pop(gathering, None)
+            joined.gatherings.pop(gathering, None)
             raise
         return reply
 
@@ -189,7 +189,7 @@ class Members:
             combiner(plan.reduce)
         return plan
 
-    def _operation_of(self, plan: Plan, call: ServedCall) -> Operation:
+    def _joined_call(self, plan: Plan, call: ServedCall) -> JoinedCall:
         """Return the group call that was begun, or begin it."""
         limit = call.deadline.remaining() - reporting_time(len(plan.ranks))
         deadline = Deadline(max(0.0, limit), self._clock)
@@ -200,18 +200,18 @@ class Members:
             caller = self._callers.setdefault(key, _Caller(incarnation))
             if plan.settled > caller.settled:
                 caller.settled = plan.settled
-                numbers = [each for each in caller.operations if each < plan.settled]
-                over += [caller.operations.pop(number) for number in numbers]
-            operation = caller.operations.get(plan.number)
-            if operation is None:
+                numbers = [each for each in caller.calls if each < plan.settled]
+                over += [caller.calls.pop(number) for number in numbers]
+            joined = caller.calls.get(plan.number)
+            if joined is None:
                 self._check_room(plan, call.src, caller)
-                operation = Operation(plan, call.src, deadline, call.links)
-                caller.operations[plan.number] = operation
+                joined = JoinedCall(plan, call.src, deadline, call.links)
+                caller.calls[plan.number] = joined
         for each in over:
             each.cancel()
-        if operation.plan.key != plan.key:
+        if joined.plan.key != plan.key:
             raise PermissionError(f"rank {call.src} passes on a group call with a wrong key")
-        return operation
+        return joined
 
     def _check_room(self, plan: Plan, sender: int, caller: _Caller) -> None:
         if plan.number < caller.settled:
@@ -220,26 +220,26 @@ class Members:
         if len(begun) >= _MOST_BEGUN or sum(each.nbytes for each in begun) > _MOST_NBYTES:
             raise OverloadedError(f"too many group calls that rank {sender} has passed on are open")
 
-    def _remembered(self) -> Iterator[Operation]:
+    def _remembered(self) -> Iterator[JoinedCall]:
         for caller in self._callers.values():
-            yield from caller.operations.values()
+            yield from caller.calls.values()
 
-    def _sweep(self) -> list[Operation]:
+    def _sweep(self) -> list[JoinedCall]:
         """Forget what no rank will ask for any more; return what still may run."""
         if not self._next_sweep.expired:
             return []
         self._next_sweep = Deadline(_SWEEP_EVERY, self._clock)
         gone = [key for key, caller in list(self._callers.items()) if self._is_gone(key[0], caller)]
-        over: list[Operation] = []
+        over: list[JoinedCall] = []
         with self._lock:
             for key in gone:
-                over += self._callers.pop(key, _Caller(0)).operations.values()
+                over += self._callers.pop(key, _Caller(0)).calls.values()
             for key, caller in list(self._callers.items()):
-                for number, operation in list(caller.operations.items()):
-                    deadline = operation.deadline
+                for number, joined in list(caller.calls.items()):
+                    deadline = joined.deadline
                     if deadline.expired and deadline.waited > deadline.limit + _FORGET_AFTER:
-                        over.append(caller.operations.pop(number))
-                if not caller.operations and len(self._callers) > _MOST_AGENTS:
+                        over.append(caller.calls.pop(number))
+                if not caller.calls and len(self._callers) > _MOST_AGENTS:
                     del self._callers[key]
         return over
 
@@ -250,21 +250,21 @@ class Members:
         is_lost = backend.failure_of(rank) is not None
         return is_lost or backend.incarnation_of(rank) != caller.incarnation
 
-    def _unwanted(self, operation: Operation, gathering: Gathering, call: ServedCall) -> None:
-        operation.gatherings.pop(gathering, None)
+    def _unwanted(self, joined: JoinedCall, gathering: Gathering, call: ServedCall) -> None:
+        joined.gatherings.pop(gathering, None)
         is_orphan = (
             call.lost_caller
-            and call.src != operation.plan.origin
-            and self._agent.backend.failure_of(operation.plan.origin) is None
+            and call.src != joined.plan.origin
+            and self._agent.backend.failure_of(joined.plan.origin) is None
         )
         # If its relay is lost, the rank that bypasses the relay calls this member again.
-        if not operation.gatherings and not is_orphan:
-            operation.cancel()
+        if not joined.gatherings and not is_orphan:
+            joined.cancel()
 
-    def _answer(self, operation: Operation, gathering: Gathering, reply: Future[Any]) -> None:
+    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Future[Any]) -> None:
         # An interrupt may have this called again.
         plan, parts = gathering.plan, gathering.parts
-        is_direct = operation.gatherings.pop(gathering, False)
+        is_direct = joined.gatherings.pop(gathering, False)
         if plan.reduce:
             # If they cannot be combined, the caller gets the error itself.
             with suppress(Exception):
@@ -273,46 +273,46 @@ class Members:
         with suppress(InvalidStateError):  # it was cancelled
             reply.set_result([ranges, [[*item] for item in gathering.outcomes.items()]])
         if plan.reduce or plan.low in gathering.outcomes:
-            self._forget_large(operation, is_direct)
+            self._forget_large(joined, is_direct)
 
-    def _forget_large(self, operation: Operation, is_direct: bool) -> None:
+    def _forget_large(self, joined: JoinedCall, is_direct: bool) -> None:
         """Drop a large reply that was sent, if no rank can ask again, or others take much room."""
-        if len(operation.outcome or b"") > CARRIED_NBYTES:
+        if len(joined.outcome or b"") > CARRIED_NBYTES:
             with self._lock:
                 kept = sum(each.nbytes for each in self._remembered())
             if is_direct or kept > _MOST_KEPT:
                 error = OverloadedError("the result was sent already, and is not kept")
-                operation.outcome = self._encoded(error)
+                joined.outcome = self._encoded(error)
 
     # -- the function of this rank -----------------------------------------------------------------
 
-    def _begin(self, operation: Operation, plan: Plan, payload: Any, *, is_direct: bool) -> bool:
+    def _begin(self, joined: JoinedCall, plan: Plan, payload: Any, *, is_direct: bool) -> bool:
         """Call the function, if it was not; return False if it must be called directly."""
         registry, server = self._agent._registry, self._agent._server
         refusal: Message | None = None
         function = registry.functions.get(plan.name)
-        if function is None and operation.source is None:
+        if function is None and joined.source is None:
             function, refusal = server.resolve(plan.name)
         if function is not None and function.direct and not is_direct:
-            return operation.source is not None
+            return joined.source is not None
         with self._lock:
-            if operation.source is not None:
+            if joined.source is not None:
                 return True
-            operation.source = GroupSource(plan.origin, plan.origin if is_direct else None)
+            joined.source = GroupSource(plan.origin, plan.origin if is_direct else None)
         if function is None:
             assert refusal is not None
-            self._settle(operation, bytearray().join(refusal[0]))
+            self._settle(joined, bytearray().join(refusal[0]))
             return True
         # Its function may change its arguments, while this rank still passes them on.
-        operation.held_nbytes = payload.nbytes
+        joined.held_nbytes = payload.nbytes
         arguments = memoryview(payload) if len(plan.ranks) == 1 else bytearray(payload)
-        number = id(operation)
-        self._parts[number] = operation, function, arguments
+        number = id(joined)
+        self._parts[number] = joined, function, arguments
         name = PART_ASYNC if function.is_async else PART
-        limit = Deadline(operation.deadline.remaining(), self._clock)
+        limit = Deadline(joined.deadline.remaining(), self._clock)
         start = self._caller.start
-        future = start(self._agent.rank, name, limit, operation, (number,), {}, raw=True)
-        future.when_ended(partial(self._ended, operation))
+        future = start(self._agent.rank, name, limit, joined, (number,), {}, raw=True)
+        future.when_ended(partial(self._ended, joined))
         return True
 
     def run_part(self, number: Any) -> Any:
@@ -329,21 +329,21 @@ class Members:
         call = serving.get()
         if call is None or call.src != self._agent.rank or number not in self._parts:
             raise PermissionError("only a group call has this rank call its function")
-        operation, function, payload = self._parts.pop(number)
-        call.name, call.group = operation.name, operation.source
-        arguments = self._agent.codec.decode(payload, peer=operation.plan.origin)
-        operation.held_nbytes = 0
+        joined, function, payload = self._parts.pop(number)
+        call.name, call.group = joined.name, joined.source
+        arguments = self._agent.codec.decode(payload, peer=joined.plan.origin)
+        joined.held_nbytes = 0
         return function, arguments
 
-    def _ended(self, operation: Operation, future: RpcFuture[Any]) -> None:
-        self._parts.pop(id(operation), None)
-        operation.held_nbytes = 0
+    def _ended(self, joined: JoinedCall, future: RpcFuture[Any]) -> None:
+        self._parts.pop(id(joined), None)
+        joined.held_nbytes = 0
         error = future.failure
         if error is None and not future.cancelled():
-            self._settle(operation, future.result())
+            self._settle(joined, future.result())
             return
         future.disregard()
-        self._settle(operation, self._encoded(error or operation.cancellation()))
+        self._settle(joined, self._encoded(error or joined.cancellation()))
 
     def _encoded(self, error: BaseException) -> bytes:
         codec = self._agent.codec
@@ -355,19 +355,19 @@ class Members:
             message = encode_failure(codec, error)
         return b"".join(message[0])
 
-    def _settle(self, operation: Operation, outcome: bytes | bytearray) -> None:
-        operation.outcome = outcome
-        for gathering in list(operation.gatherings):  # an interrupt may have this repeated
-            self._take_own(operation, gathering)
+    def _settle(self, joined: JoinedCall, outcome: bytes | bytearray) -> None:
+        joined.outcome = outcome
+        for gathering in list(joined.gatherings):  # an interrupt may have this repeated
+            self._take_own(joined, gathering)
 
-    def _take_own(self, operation: Operation, gathering: Gathering) -> None:
-        plan, outcome = gathering.plan, operation.outcome
+    def _take_own(self, joined: JoinedCall, gathering: Gathering) -> None:
+        plan, outcome = gathering.plan, joined.outcome
         assert outcome is not None
         low, is_small = plan.low, len(outcome) <= CARRIED_NBYTES
         if not is_result(outcome):
             gathering.outcomes[low] = bytes(outcome)
         elif plan.reduce:
-            rank, limit = self._agent.rank, operation.deadline.limit
+            rank, limit = self._agent.rank, joined.deadline.limit
             try:
                 value = decode_reply(self._agent.codec, bytearray(outcome), rank, limit)
                 gathering.parts[low, low + 1] = value
@@ -375,6 +375,6 @@ class Members:
                 gathering.outcomes[low] = self._encoded(error)
         elif plan.wanted is not None and low not in plan.wanted:
             gathering.outcomes[low] = b""
-        elif is_small or operation.gatherings.get(gathering):
+        elif is_small or joined.gatherings.get(gathering):
             gathering.outcomes[low] = bytes(outcome) if is_small else outcome
         gathering.close((low, low + 1))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -241,29 +242,31 @@ class GroupRuns:
         place = group.ranks.index(own) if own in group.ranks else None
         message = self._codec.encode_record([list(group.args), group.kwargs], _PATHS, levels=2)
         payload = np.frombuffer(bytearray().join(message[0]), np.uint8)
-        with self._numbers.next() as (agent, number, settled):
-            name, key = group.name, runtime.randbits(63)
-            reduce = group.reduce if isinstance(group.reduce, str) else ""
-            wanted = None
-            if group.collect is not None:
-                wanted = [at for at, rank in enumerate(group.ranks) if rank in group.collect]
-            plan = Plan(own, agent, number, key, settled, name, 0, group.ranks, reduce, wanted)
-            gathering = Gathering(
-                self._caller, self._members.run_soon, plan, payload, group.call, group.deadline
-            )
-            try:
-                if count > DIRECT:
-                    gathering.open([*delegations(0, count, place), *_single(place)])
-                    gathering.wait()
+        number, agent = self._numbers.next(), self._numbers.agent
+        name, key = group.name, runtime.randbits(63)
+        reduce = group.reduce if isinstance(group.reduce, str) else ""
+        wanted = None
+        if group.collect is not None:
+            wanted = [at for at, rank in enumerate(group.ranks) if rank in group.collect]
+        plan = Plan(
+            own, agent, number.value, key, number.settled, name, 0, group.ranks, reduce, wanted
+        )
+        gathering = Gathering(
+            self._caller, self._members.run_soon, plan, payload, group.call, group.deadline
+        )
+        try:
+            if count > DIRECT:
+                gathering.open([*delegations(0, count, place), *_single(place)])
+                gathering.wait()
+            self._raise_own(gathering)
+            # These cannot be reached over relays, refuse them, or have a large value.
+            left = [at for at in range(count) if not _has(gathering, at)]
+            if left and not group.deadline.expired:
+                gathering.open((at, at + 1) for at in left)
+                gathering.wait()
                 self._raise_own(gathering)
-                # These cannot be reached over relays, refuse them, or have a large value.
-                left = [at for at in range(count) if not _has(gathering, at)]
-                if left and not group.deadline.expired:
-                    gathering.open((at, at + 1) for at in left)
-                    gathering.wait()
-                    self._raise_own(gathering)
-            finally:
-                gathering.cancel()
+        finally:
+            gathering.cancel()
         return self._outcomes(group, result, gathering)
 
     def _raise_own(self, gathering: Gathering) -> None:
@@ -300,35 +303,33 @@ class GroupRuns:
         return parts
 
 
+class _Number:
+    """The number of a group call, which is open as long as this object exists."""
+
+    __slots__ = ("__weakref__", "settled", "value")
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.settled = value  # those with lower numbers are over
+
+
 class _Numbers:
     """Numbers the group calls of an agent. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._agent = runtime.randbits(63)
+        self.agent = runtime.randbits(63)
         self._count = itertools.count(1)
-        self._open: dict[int, None] = {}
+        # By weak references: an interrupt cannot leave one open.
+        self._open: WeakValueDictionary[int, _Number] = WeakValueDictionary()
         self._lock = runtime.Lock()
 
     def next(self) -> _Number:
-        """Return a context that gives the agent's number, the next one, and the lowest open one."""
+        """Return the next number; keep it until the group call is over."""
         with self._lock:
-            number = next(self._count)
-            self._open[number] = None
-            return _Number(self._open, (self._agent, number, min(self._open)))
-
-
-class _Number:
-    """A group call that is open."""
-
-    def __init__(self, opened: dict[int, None], numbers: tuple[int, int, int]) -> None:
-        self._opened = opened
-        self._numbers = numbers
-
-    def __enter__(self) -> tuple[int, int, int]:
-        return self._numbers
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.pop(self._numbers[1], None)
+            number = _Number(next(self._count))
+            self._open[number.value] = number
+            number.settled = min(self._open.keys())
+            return number
 
 
 def _single(place: int | None) -> list[Range]:
