@@ -236,6 +236,36 @@ class AgentGroupCalls(AgentCalls):
         description = f"{len(members)} ranks, each call within {limit:g} s"
         return (RemoteRank if reduce and not partial else GroupFunctions)(call_all, description)
 
+    @overload
+    def as_completed(
+        self,
+        function: str,
+        /,
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, Any]]: ...
+    @overload
+    def as_completed(
+        self,
+        function: Callable[..., Later[R]],
+        /,
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, R]]: ...
+    @overload
+    def as_completed(
+        self,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, R]]: ...
     def as_completed(
         self,
         function: Any,

@@ -9,6 +9,7 @@ Lock: ``Gathering._lock``, a leaf, guards the open ranges; nothing is called und
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -212,7 +213,8 @@ class Gathering:
         while self._open and not limit.expired:
             futures = [each for each in list(self._open.values()) if each and not each.done()]
             if futures:
-                futures[0].exception()  # a circle of calls is found while it waits
+                with suppress(RankwireError):  # ``_ended`` takes it
+                    futures[0].result()  # a circle of calls is found while it waits
                 rounds = 0
                 continue
             clock.sleep(_MOMENT)  # another thread takes a reply, or bypasses a relay

@@ -212,20 +212,18 @@ class GroupRuns:
         if result.missing and group.deadline.expired and not future.done():
             # The others were asked why they are late: one of them is enough.
             self._caller.futures.expire(future, lambda *_: None)
-        error = future.exception()
-        if error is None:
+        try:
             result.values[rank] = future.result()
-            return True
-        self._note_error(group, result, rank, error)
-        return False
+        except RankwireError as error:
+            self._note_error(group, result, rank, error.with_traceback(None))
+            return False
+        return True
 
     def _note_error(
-        self, group: GroupCall, result: GroupResult[Any], rank: int, error: BaseException
+        self, group: GroupCall, result: GroupResult[Any], rank: int, error: RankwireError
     ) -> None:
         is_over = isinstance(error, ChannelClosedError) and self._caller.closed
         if is_over or isinstance(error, (CircularCallError, CallCancelledError)):
-            raise error
-        if not isinstance(error, RankwireError):  # a fault plan's own
             raise error
         error.op = f"call_all {group.name!r}"
         if isinstance(error, DeadlineExceededError):
@@ -283,7 +281,7 @@ class GroupRuns:
         parts = dict(gathering.parts)
         for at, rank in enumerate(group.ranks):
             payload = gathering.outcomes.get(at)
-            error: BaseException | None = None
+            error: RankwireError | None = None
             if payload:
                 try:
                     value = decode_reply(codec, bytearray(payload), rank, group.deadline.limit)
