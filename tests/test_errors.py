@@ -90,7 +90,7 @@ EXAMPLES = [
     ),
     (lambda: CallCancelledError("not wanted"), RuntimeError, {"may_have_run": True}),
     (
-        lambda: GroupCallError("loss", {0: 1.5}, {2: OverloadedError("full")}, [1]),
+        lambda: GroupCallError("loss", {0: 1.5}, {}, [1]),
         RuntimeError,
         {"name": "loss", "values": {0: 1.5}, "missing": [1]},
     ),

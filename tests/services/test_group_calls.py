@@ -28,6 +28,7 @@ from rankwire.rpc.messages import encode_result
 from rankwire.rpc.registry import Function
 from rankwire.services import group_members
 from rankwire.services.group_gathering import RELAY, Plan
+from rankwire.services.group_result import failure_of
 from rankwire.testing import simulated_world
 from worlds import eventually
 
@@ -138,7 +139,7 @@ def test_a_result_says_what_is_in_it():
         result[2]
     with pytest.raises(KeyError):
         result[3]
-    error = result.failure()
+    error = failure_of(result)
     assert str(error) == (
         "it failed on rank 2 and rank 3 did not answer in time: "
         "rank 2: rankwire.errors.PeerLostError: rank 2 is lost: gone"

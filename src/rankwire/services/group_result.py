@@ -50,18 +50,6 @@ class GroupResult(PublicDir, Generic[R]):
     def __len__(self) -> int:
         return len(self.values)
 
-    def in_order(self) -> None:
-        """Sort all of it by the order of the ranks."""
-        self.missing = [rank for rank in self.ranks if rank in self.missing]
-        self.values = {rank: self.values[rank] for rank in self.ranks if rank in self.values}
-        self.errors = {rank: self.errors[rank] for rank in self.ranks if rank in self.errors}
-
-    def failure(self) -> GroupCallError:
-        """Return the error that says which ranks failed or did not answer."""
-        error = GroupCallError(self.name, self.values, self.errors, self.missing)
-        error.__cause__ = next(iter(self.errors.values()), None)
-        return error
-
     def __repr__(self) -> str:
         parts = [f"{len(self.values)} values of {len(self.ranks)} ranks"]
         if self.value is not None:
@@ -71,3 +59,18 @@ class GroupResult(PublicDir, Generic[R]):
         if self.missing:
             parts.append(f"{name_ranks(self.missing)} missing")
         return f"<GroupResult of {self.name!r}: {', '.join(parts)}>"
+
+
+def put_in_order(result: GroupResult[Any]) -> None:
+    """Sort all of a result by the order of the ranks."""
+    ranks, values, errors = result.ranks, result.values, result.errors
+    result.values = {rank: values[rank] for rank in ranks if rank in values}
+    result.errors = {rank: errors[rank] for rank in ranks if rank in errors}
+    result.missing = [rank for rank in ranks if rank in result.missing]
+
+
+def failure_of(result: GroupResult[Any]) -> GroupCallError:
+    """Return the error that says which ranks failed or did not answer."""
+    error = GroupCallError(result.name, result.values, result.errors, result.missing)
+    error.__cause__ = next(iter(result.errors.values()), None)
+    return error

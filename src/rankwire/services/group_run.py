@@ -31,7 +31,7 @@ from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import decode_reply
 from rankwire.services.group_gathering import Gathering, Plan
 from rankwire.services.group_members import Members
-from rankwire.services.group_result import GroupResult
+from rankwire.services.group_result import GroupResult, failure_of, put_in_order
 from rankwire.services.group_tree import (
     Combine,
     Range,
@@ -113,12 +113,12 @@ class GroupRuns:
             parts = self._call_each(group, result)
         else:
             parts = self._call_by_tree(group, result)
-        result.in_order()
+        put_in_order(result)
         count = len(result.values) if group.reduce is None else len(group.ranks)
         count -= 0 if group.reduce is None else len(result.errors) + len(result.missing)
         failed = result.errors or result.missing if group.need is None else count < group.need
         if failed and not group.partial:
-            raise result.failure().during(op=f"call_all {group.name!r}", rank=self._rank)
+            raise failure_of(result).during(op=f"call_all {group.name!r}", rank=self._rank)
         if group.reduce is None:
             return result
         value = combined(0, len(group.ranks), parts, combiner(group.reduce))
@@ -201,8 +201,8 @@ class GroupRuns:
             result.missing += arrivals.pending
             _cancel(arrivals.pending.values())
         if not keep and (result.errors or result.missing):
-            result.in_order()
-            error = result.failure()
+            put_in_order(result)
+            error = failure_of(result)
             raise error.during(op=f"as_completed {group.name!r}", rank=self._rank)
 
     def _note(
