@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -29,7 +31,7 @@ from rankwire.rpc.registry import Function
 from rankwire.services import group_members
 from rankwire.services.group_gathering import RELAY, Plan
 from rankwire.services.group_result import failure_of
-from rankwire.testing import simulated_world
+from rankwire.testing import run_ranks, simulated_world
 from worlds import eventually
 
 
@@ -177,6 +179,29 @@ def test_a_rank_that_its_relay_cannot_reach_is_called_by_the_caller():
             agent.register("rank", lambda agent=agent: agent.rank)
         assert list(made[0].call_all("rank")) == [*range(12)]
         assert made[0].call_all("rank", reduce="sum") == 66
+
+
+def kill_a_relay(backend):
+    """Call ten ranks, of which one that passes the call on is killed in its function."""
+
+    def work():
+        if backend.rank == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backend.rank
+
+    with RpcAgent(backend) as agent:
+        agent.register(work)
+        backend.barrier()
+        if backend.rank > 0:
+            return None
+        result = agent.call_all("work", partial=True)
+        return list(result), [(rank, type(e).__name__) for rank, e in result.errors.items()]
+
+
+def test_a_relay_that_is_killed_is_bypassed_by_processes():
+    first, *others = run_ranks(10, kill_a_relay, processes=True, outcomes=True)
+    assert first.value == ([0, 1, 2, 3, 4, 6, 7, 8, 9], [(5, "PeerLostError")])
+    assert [each.killed for each in others] == [rank == 5 for rank in range(1, 10)]
 
 
 def test_large_arguments_wait_for_room():
