@@ -110,3 +110,29 @@ def test_a_caller_that_is_killed_gets_an_error_and_leaves_nothing(settings):
                 [one.agents[0].to_all(**settings).run(number) for number in range(2)]
             assert time.monotonic() - began < SOON, count
             one.assert_clean()
+
+
+@pytest.mark.parametrize("link", [(0, 6), (6, 9), (9, 11)])
+def test_a_link_that_breaks_leaves_a_result_or_errors_of_the_ranks_behind_it(link):
+    behind = range(link[1], SIZE)
+    for count in range(1, 9):
+        with field(FaultPlan().drop_link(*link, after=count)) as one:
+            for number in range(2):
+                began = time.monotonic()
+                result = one.agents[0].to_all(partial=True).run(number)
+                assert time.monotonic() - began < SOON, count
+                assert not result.missing
+                assert all(rank in behind for rank in result.errors), result.errors
+                assert link[0] == 0 or not result.errors
+            one.assert_clean()
+
+
+def test_a_call_that_a_plan_fails_is_made_in_another_way_or_raises_its_error():
+    plan = FaultPlan().fail(0, call=2, error=OSError("planned")).fail(6, call=1)
+    with field(plan) as one:
+        assert len(one.agents[0].call_all("run", 0)) == SIZE
+        one.assert_clean()
+    with field(FaultPlan().fail(0, call=2, error=OSError("planned"))) as one:
+        with pytest.raises(OSError, match="planned"):
+            one.agents[0].call_all("run", 0, ranks=[1, 2, 3])
+        one.assert_clean()

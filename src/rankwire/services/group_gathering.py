@@ -108,7 +108,7 @@ class Gathering:
         self._on_done = on_done
         self.parts: dict[Range, Any] = {}
         self.outcomes: dict[int, bytes | bytearray] = {}
-        self.failures: dict[int, RankwireError] = {}
+        self.failures: dict[int, BaseException] = {}
         self._open: dict[Range, RpcFuture[Any] | None] = {}
         self._lock = runtime.Lock()
 
@@ -159,7 +159,7 @@ class Gathering:
             self._failed(span, CallCancelledError("the group call was given up"))
             return
         error = future.failure
-        if isinstance(error, RankwireError):
+        if error is not None:
             future.disregard()
             self._failed(span, error)
             return
@@ -182,7 +182,7 @@ class Gathering:
         self.parts.update(found)
         self.outcomes.update(came)
 
-    def _failed(self, span: Range, error: RankwireError) -> None:
+    def _failed(self, span: Range, error: BaseException) -> None:
         low, high = span
         if isinstance(error, _GIVEN_UP) or self._deadline.expired:
             self.failures.update(dict.fromkeys(range(low, high), error))
@@ -213,7 +213,7 @@ class Gathering:
         while self._open and not limit.expired:
             futures = [each for each in list(self._open.values()) if each and not each.done()]
             if futures:
-                with suppress(RankwireError):  # ``_ended`` takes it
+                with suppress(Exception):  # ``_ended`` takes it
                     futures[0].result()  # a circle of calls is found while it waits
                 rounds = 0
                 continue

@@ -220,10 +220,12 @@ class GroupRuns:
         return True
 
     def _note_error(
-        self, group: GroupCall, result: GroupResult[Any], rank: int, error: RankwireError
+        self, group: GroupCall, result: GroupResult[Any], rank: int, error: BaseException
     ) -> None:
         is_over = isinstance(error, ChannelClosedError) and self._caller.closed
         if is_over or isinstance(error, (CircularCallError, CallCancelledError)):
+            raise error
+        if not isinstance(error, RankwireError):  # a fault plan's own
             raise error
         error.op = f"call_all {group.name!r}"
         if isinstance(error, DeadlineExceededError):
@@ -281,7 +283,7 @@ class GroupRuns:
         parts = dict(gathering.parts)
         for at, rank in enumerate(group.ranks):
             payload = gathering.outcomes.get(at)
-            error: RankwireError | None = None
+            error: BaseException | None = None
             if payload:
                 try:
                     value = decode_reply(codec, bytearray(payload), rank, group.deadline.limit)
