@@ -28,6 +28,7 @@ class Worker:
 
 class Job(Call):
     deferred = task = awaited = None
+    is_suspended = False
 
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):
         self.src, self.name, self.deadline = 0, name, Deadline(5.0)

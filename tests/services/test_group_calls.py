@@ -296,13 +296,13 @@ def test_a_call_that_is_cancelled_gets_its_own_error():
             assert isinstance(errors.pop(), CallCancelledError)
 
 
-@pytest.mark.parametrize("size", [3, 12])
-def test_a_circle_through_a_group_call_is_reported(size):
+@pytest.mark.parametrize(("size", "settings"), [(3, {}), (3, {"need": 3}), (12, {})])
+def test_a_circle_through_a_group_call_is_reported(size, settings):
     last = size - 1
     with agents(size) as made:
 
         async def outer():
-            return made[0].call_all("inner", timeout=30)  # blocks the event loop
+            return made[0].to_all(timeout=30, **settings).inner()  # blocks the event loop
 
         async def inner(agent):
             return agent.rpc_sync(0, "needed") if agent.rank == last else 0
