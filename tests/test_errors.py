@@ -19,6 +19,7 @@ from rankwire.errors import (
     DeadlineExceededError,
     ForkedProcessError,
     FunctionNotFoundError,
+    GroupCallError,
     InvalidMessageError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -88,6 +89,11 @@ EXAMPLES = [
         {"circle": [(0, "f"), (1, "g")], "may_have_run": True},
     ),
     (lambda: CallCancelledError("not wanted"), RuntimeError, {"may_have_run": True}),
+    (
+        lambda: GroupCallError("loss", {0: 1.5}, {}, [1]),
+        RuntimeError,
+        {"name": "loss", "values": {0: 1.5}, "missing": [1]},
+    ),
     (lambda: ForkedProcessError("this backend"), RuntimeError, {}),
     (lambda: OverloadedError("1024 calls in flight"), RuntimeError, {}),
     (

@@ -104,7 +104,7 @@ def test_the_signature_of_register_can_be_read():
     signature = inspect.signature(rankwire.RpcAgent.register)
     assert str(signature) == (
         "(self, name: 'str | T | None' = None, function: 'T' = <left out>, *, "
-        "replace: 'bool' = False, copy: 'bool' = False, idempotent: 'bool' = False) -> "
-        "'T | Callable[[F], F]'"
+        "replace: 'bool' = False, copy: 'bool' = False, idempotent: 'bool' = False, "
+        "direct: 'bool' = False) -> 'T | Callable[[F], F]'"
     )
     assert "<left out>" in pydoc.render_doc(rankwire.RpcAgent.register)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from rankwire.collectives.work import Work
     from rankwire.device_mesh import DeviceMesh
     from rankwire.launch.local_world import LocalWorld, local
+    from rankwire.services.group_result import GroupResult
     from rankwire.transports.security import Tls
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Codec",
     "DeviceMesh",
     "FaultPlan",
+    "GroupResult",
     "LocalWorld",
     "MessageHandle",
     "PremulSum",
@@ -117,6 +119,7 @@ _LOADED_LATER = {
     "device_mesh": "DeviceMesh",
     "transports.security": "Tls",
     "launch.local_world": "LocalWorld local",
+    "services.group_result": "GroupResult",
     "collectives.work": "Work",
     "collectives.coalesced": "all_gather_coalesced all_reduce_coalesced reduce_scatter_coalesced",
     "collectives.operations": "all_gather all_reduce all_to_all barrier broadcast gather reduce "

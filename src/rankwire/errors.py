@@ -6,7 +6,7 @@
   RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError), ChannelClosedError,
   ResourceError
 - Calls: RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError, CallCancelledError,
-  DeadlineExceededError
+  DeadlineExceededError, GroupCallError
 - Collectives: CollectiveMismatchError, CollectiveAbortedError, MembershipError
 - Processes: ForkedProcessError, RankFailedError, RanksStuckError
 
@@ -20,18 +20,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from rankwire.error_base import RankwireError
-from rankwire.texts import name_ranks
+from rankwire.texts import name_ranks, one_line, type_name
 
 __all__ = [
     "AuthenticationError", "CallCancelledError", "ChannelClosedError", "CircularCallError",
     "CollectiveAbortedError", "CollectiveMismatchError", "ConfigurationError",
     "DeadlineExceededError", "ForkedProcessError", "FunctionNotFoundError",
-    "InvalidMessageError", "InvalidRankError", "InvalidWorldSizeError", "MembershipError",
+    "GroupCallError", "InvalidMessageError", "InvalidRankError", "InvalidWorldSizeError",
+    "MembershipError",
     "MessageTooLargeError", "NoConnectionError", "OverloadedError", "PeerLostError",
     "PeerUnresponsiveError", "ProtocolError", "RankFailedError", "RanksStuckError",
     "RankwireError", "RemoteError", "RendezvousError", "ResourceError", "SelfSendError",
     "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
 ]  # fmt: skip
+
+_MOST_CAUSES, _LONGEST_CAUSE = 3, 200  # shown in the text of a ``GroupCallError``
 
 
 class ConfigurationError(RankwireError, ValueError):
@@ -250,6 +253,44 @@ class CallCancelledError(RankwireError, RuntimeError):
     """The function that made this call serves a call that was cancelled."""
 
     may_have_run: bool = True
+
+
+class GroupCallError(RankwireError, RuntimeError):
+    """A group call did not succeed on every rank that it needed.
+
+    Attributes:
+        name: The function.
+        values: The values of the ranks that succeeded, in the order of the ranks; empty with
+            ``reduce``, and for values that ``as_completed`` has yielded.
+        errors: The errors of the ranks that failed.
+        missing: The ranks that did not answer in time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        values: Mapping[int, Any],
+        errors: Mapping[int, RankwireError],
+        missing: Sequence[int],
+    ) -> None:
+        self.name = name
+        self.values = dict(values)
+        self.errors = dict(errors)
+        self.missing = list(missing)
+        for error in self.errors.values():
+            self.root = error.root if self.root is None else self.root
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        texts = [f"it failed on {name_ranks([*self.errors])}"] if self.errors else []
+        if self.missing:
+            texts.append(f"{name_ranks(self.missing)} did not answer in time")
+        causes = [
+            one_line(f"rank {rank}: {type_name(error)}: {error.message}", _LONGEST_CAUSE)
+            for rank, error in [*self.errors.items()][:_MOST_CAUSES]
+        ]
+        text = " and ".join(texts) or "too few ranks answered"
+        return f"{text}: {'; '.join(causes)}" if causes else text
 
 
 class ForkedProcessError(RankwireError, RuntimeError):

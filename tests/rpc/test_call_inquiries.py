@@ -27,7 +27,7 @@ class Worker:
 
 
 class Job(Call):
-    deferred = task = None
+    deferred = task = awaited = None
     is_suspended = False
 
     def __init__(self, name="f", *, depth=0, is_async=False, worker=None, waiting=None):

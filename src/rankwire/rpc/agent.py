@@ -99,7 +99,8 @@ class Agent(AgentStreams, AgentFunctions):
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
         self._server.items_of = self._items_of
-        self._registry.internal[ITEMS] = Function(ITEMS, self._caller.offered.take)
+        self._registry.own[ITEMS] = Function(ITEMS, self._caller.offered.take)
+        self._begin_services()
         try:
             # Before serving, so that a call that arrives now finds the functions registered next.
             self._port.presence.open()
@@ -109,6 +110,9 @@ class Agent(AgentStreams, AgentFunctions):
         self._server.pool.start()
         guard(self, Agent._close_in_child)
         close_at_exit(self, Agent._leave_at_exit)
+
+    def _begin_services(self) -> None:
+        """Register what services answer, before any call is served."""
 
     @property
     def rank(self) -> int:

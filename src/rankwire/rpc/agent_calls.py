@@ -282,7 +282,7 @@ class AgentCalls:
     def _deadline(self, name: str, timeout: float | None, call: Call | None) -> Deadline:
         deadline = self._limited(self.timeout if timeout is None else timeout, call)
         if timeout is not None:
-            self._registry.check_timeout(name)
+            self._registry.check_keyword(name)
         return deadline
 
     def _limited(self, limit: float, call: Call | None) -> Deadline:

@@ -36,6 +36,7 @@ class AgentFunctions:
         replace: bool = False,
         copy: bool = False,
         idempotent: bool = False,
+        direct: bool = False,
     ) -> T: ...
     @overload
     def register(
@@ -45,10 +46,17 @@ class AgentFunctions:
         replace: bool = False,
         copy: bool = False,
         idempotent: bool = False,
+        direct: bool = False,
     ) -> Callable[[F], F]: ...
     @overload
     def register(
-        self, name: T, *, replace: bool = False, copy: bool = False, idempotent: bool = False
+        self,
+        name: T,
+        *,
+        replace: bool = False,
+        copy: bool = False,
+        idempotent: bool = False,
+        direct: bool = False,
     ) -> T: ...
     def register(
         self,
@@ -58,6 +66,7 @@ class AgentFunctions:
         replace: bool = False,
         copy: bool = False,
         idempotent: bool = False,
+        direct: bool = False,
     ) -> T | Callable[[F], F]:
         """Let other ranks call a function, or the public methods of an object.
 
@@ -93,6 +102,8 @@ class AgentFunctions:
                 lock instead.
             idempotent: Whether running it again for the same arguments does no harm. ``map`` and
                 ``executor`` of this rank then repeat its calls on another rank when one is lost.
+            direct: Whether the function reads ``Call.src``. Then the agent refuses group calls that
+                another rank passes on, and their caller calls this rank itself.
 
         Returns:
             The function or object, or a decorator.
@@ -101,7 +112,9 @@ class AgentFunctions:
             ConfigurationError: It is neither callable nor has such methods, it has no name of its
                 own and you passed none, or the name is taken or invalid.
         """
-        add = partial(self._registry.add, replace=replace, copies=copy, idempotent=idempotent)
+        add = partial(
+            self._registry.add, replace=replace, copies=copy, idempotent=idempotent, direct=direct
+        )
         if function is not _LEFT_OUT:
             return add(name, function)
         if name is None or isinstance(name, str):

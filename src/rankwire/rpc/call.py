@@ -43,13 +43,22 @@ class Wait(NamedTuple):
     name: str
     request_ids: Sequence[int]  # the calls to that rank of which one has to end
     is_for_room: bool = False  # whether it waits for its turn to call (``max_in_flight``)
+    others: Sequence[MadeCall] = ()  # or one of these
+
+
+class GroupSource(NamedTuple):
+    """Who made a group call."""
+
+    origin: int  # as the rank says that passed it on
+    src: int | None  # the same, if it came from that rank itself
 
 
 class Call(PublicDir):
     """A call that is being served.
 
     Attributes:
-        src: The rank that called.
+        src: The rank that called: the connection on which the call came is that rank's. In a group
+            call that another rank has passed on, reading it raises ``PermissionError``.
         name: The function's name.
         deadline: When the caller stops waiting.
         depth: 0 for a call made by a program, 1 for one made while serving that, and so on.
@@ -58,7 +67,7 @@ class Call(PublicDir):
             ``CallCancelledError``, or ``DeadlineExceededError`` if the call has ``expired``.
     """
 
-    _SHOWN = ("cancelled", "chain", "deadline", "depth", "expired", "name", "src")
+    _SHOWN = ("cancelled", "chain", "deadline", "depth", "expired", "name", "origin", "src")
 
     src: int
     name: str
@@ -72,6 +81,16 @@ class Call(PublicDir):
     worker: Worker | None = None  # None on the event loop
     waiting: Wait | None = None  # what the function's own thread waits for, if that is a call
     unanswered: MadeCall | None = None  # ended only after this call's deadline; for inquiries
+    group: GroupSource | None = None  # if it is a rank's part of a group call
+
+    @property
+    def origin(self) -> int:
+        """The rank that made the call.
+
+        In a group call that other ranks have passed on, they name this rank, unverified. Otherwise
+        it is ``src``, which is authenticated.
+        """
+        return self.src if self.group is None else self.group.origin
 
     @property
     def expired(self) -> bool:
@@ -134,9 +153,38 @@ class Call(PublicDir):
 serving: ContextVar[Call | None] = ContextVar("rankwire_call", default=None)
 
 
+class MemberCall(Call):
+    """What a function sees of its part of a group call.
+
+    The agent has called the function itself, at the request of the caller or of a relay. A function
+    that checks who calls must not take a relay for the caller, so ``src`` is readable only if there
+    was no relay.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.__dict__ = call.__dict__
+
+    @property
+    def src(self) -> int:  # type: ignore[override]
+        """The rank that made the group call, if no other rank has passed it on."""
+        if self.group is None or self.group.src is None:
+            raise PermissionError(
+                f"{self.name!r} reads who calls it (Call.src), and another rank has passed this "
+                f"group call on: register it with direct=True; Call.origin is unverified"
+            )
+        return self.group.src
+
+    def __repr__(self) -> str:
+        return (
+            f"<Call of {self.name!r} from the group call of rank {self.origin}, "
+            f"depth {self.depth}, {self.deadline!r}>"
+        )
+
+
 def current_call() -> Call | None:
     """Return the call that runs this function, or None outside of a call."""
-    return serving.get()
+    call = serving.get()
+    return call if call is None or call.group is None else MemberCall(call)
 
 
 def describe_chain(links: Sequence[Any]) -> str:

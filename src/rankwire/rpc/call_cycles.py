@@ -14,7 +14,7 @@ rank the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankwire.deadline import Deadline
@@ -123,12 +123,14 @@ class NestedWaits:
         *,
         patient: bool,
         drive: Callable[[Deadline], bool] | None = None,
+        others: Sequence[MadeCall] = (),
     ) -> bool:
         """Wait for the reply of a call made while serving ``call``; return False if it is late.
 
         In a cycle, the wait of the call that gives up ends with ``CircularCallError``. Unless
         ``patient``, the function waits for less than the call may take, so it is never stuck.
-        ``drive`` waits for something else that the call brings, such as an item.
+        ``drive`` waits for something else that the call, or one of the ``others``, brings, such as
+        an item.
         """
         drive = made.reply.drive if drive is None else drive
         if not patient or not self._server.is_run_here(call):
@@ -136,7 +138,8 @@ class NestedWaits:
         # Most replies come soon: a wait is recorded only after this.
         if drive(deadline.sooner(_FIRST_CHECK)):
             return True
-        wait = Wait(next(self._numbers), made.dst, made.name, [made.reply.request_id])
+        number, awaited = next(self._numbers), [made.reply.request_id]
+        wait = Wait(number, made.dst, made.name, awaited, others=others)
 
         def is_over(patience: Deadline) -> bool:
             call.waiting = wait

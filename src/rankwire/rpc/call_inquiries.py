@@ -162,6 +162,7 @@ class ActiveCalls:
             doing = f"waits for {one_of(self.workers, 'worker')}"
         elif (waiting := job.waiting) is not None:  # read once: its thread may end the wait
             needs = [self._made(waiting.dst, number) for number in waiting.request_ids]
+            needs += [self._made(made.dst, made.reply.request_id) for made in waiting.others]
             wait = waiting.number
             turn = " its turn to call" if waiting.is_for_room else ""
             doing = f"waits for{turn} rank {waiting.dst} {waiting.name!r}"
@@ -174,9 +175,11 @@ class ActiveCalls:
             doing = "waits for the future that it returned"
             # Only an ``RpcFuture`` has a request id.
             made = job.outgoing.get(getattr(job.deferred.future, "request_id", -1))
-            if made is not None:
-                needs = [self._made(made.dst, made.reply.request_id)]
-                doing += f", of rank {made.dst} {made.name!r}"
+            awaited = list((job.awaited or {}).values()) if made is None else [made]
+            needs = [self._made(made.dst, made.reply.request_id) for made in awaited]
+            if awaited:
+                named = ", ".join(f"rank {made.dst} {made.name!r}" for made in awaited[:3])
+                doing += f", of {named}"
         else:
             doing = self._describe_running(job)
             if job.outgoing:

@@ -7,7 +7,7 @@ function serves is cancelled. It notifies the callee each time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rankwire import runtime
@@ -128,10 +128,13 @@ class Caller:
         kwargs: dict[str, Any],
         total: Deadline | None = None,
         on_end: OnEnd | None = None,
+        *,
+        raw: bool = False,
     ) -> RpcFuture[Any]:
         """Start a call and return its future; raises only if an argument is invalid.
 
         ``total`` is as in ``RpcFuture``; ``on_end`` is called as soon as it ends, perhaps twice.
+        With ``raw``, the future's result is the payload of the reply.
         """
         try:
             if type(dst) is not int or not 0 <= dst < self._backend.world_size:
@@ -142,6 +145,8 @@ class Caller:
                 return self._start_with(offer, name, deadline, call, total, on_end)
             raise self.explained(error, "rpc_async", name, dst, deadline, call) from error.__cause__
         future: RpcFuture[Any] = RpcFuture(self.futures, dst, next(self._ids), name, deadline, call)
+        if raw:
+            future.raw = True
         request_id = future.request_id
         future.total = total
         if on_end is not None:
@@ -372,7 +377,8 @@ class Caller:
     ) -> bool:
         """Reserve space at the callee; if that took time, undo the message and return True."""
         nbytes = message[1]
-        if call is not None or self._allowance.take(dst, request_id, nbytes):
+        is_nested = call is not None and bool(call.chain_of_nested(self._backend.rank))
+        if is_nested or self._allowance.take(dst, request_id, nbytes):
             return False
         self.codec.undo(message)
         try:
@@ -412,6 +418,26 @@ class Caller:
             raise call.cancellation()
         if call.worker is not None:
             self._server.pool.about_to_block(call.worker)  # another thread polls meanwhile
+
+    def wait_for_any(
+        self,
+        futures: Iterable[RpcFuture[Any]],
+        drive: Callable[[Deadline], bool],
+        deadline: Deadline,
+    ) -> bool:
+        """Wait as ``drive`` does, for the end of any of the futures; False if that is late."""
+        call = serving.get()
+        if call is None:
+            return drive(deadline)
+        self.before_waiting(call)
+        pending = ((each, each.reply) for each in futures if not each.done())
+        made = [MadeCall(self.port, each.dst, each.name, reply) for each, reply in pending if reply]
+        if not made:
+            return drive(deadline)
+        first, *others = made
+        return self._nested_waits.drive(
+            call, first, deadline, patient=True, drive=drive, others=others
+        )
 
     def drive(self, future: RpcFuture[Any], reply: Reply, deadline: Deadline) -> bool:
         """Wait for the reply of a future; return False if the deadline passes first."""

@@ -106,6 +106,7 @@ class RpcFuture(LoggedFuture[R]):
 
     _SHOWN = ("deadline", "dst", "name")
 
+    raw = False  # whether its result is the payload of the reply, which may be an error's
     _on_end: Sequence[OnEnd] = ()
     reply: Reply | None = None  # set once the request is sent
     # If set, ``deadline`` counts from when the function begins, and this from the start.

@@ -145,6 +145,11 @@ def encode_result(codec: Codec, value: Any, peer: int | None = None) -> Message:
     return codec.encode_record([0, value], _REPLY_PATHS, peer=peer)
 
 
+def is_result(payload: Buffer) -> bool:
+    """Return whether an encoded reply carries a function's result."""
+    return bytes(payload[4:6]) == b"\x92\x00"  # a list of two items, the first of which is 0
+
+
 def encode_items(codec: Codec, values: list[Any], peer: int) -> Message:
     """Return items of a stream as one message, without copying arrays."""
     message = codec.encode_flat(values) if _ATOMS.issuperset(map(type, values)) else None

@@ -66,6 +66,9 @@ class PendingFutures:
                 error.may_have_run = True
             self.fail(future, self.port.in_own_ranks(future.dst, error))
             return
+        if future.raw:
+            future.resolve(payload)
+            return
         try:
             value = decode_reply(self._codec, payload, future.dst, future.deadline.limit)
         except RankwireError as error:

@@ -41,6 +41,8 @@ VARIANT = "\0"  # between a function's name and that of the requested variant
 class Function:
     """A registered function."""
 
+    needs_worker = True  # False for quick ones of the agent itself, which run beside the workers
+
     def __init__(
         self,
         name: str,
@@ -48,27 +50,29 @@ class Function:
         *,
         copies: bool = False,
         idempotent: bool = False,
+        direct: bool = False,
         owner: str | None = None,
     ) -> None:
         self.name = name
         self.copies = copies  # the result, before it is sent
         self.idempotent = idempotent  # a call that may have run may be repeated
+        self.direct = direct  # refuse group calls that another rank passes on
         self.owner = owner  # the name of the registered object whose method it is
         self.target = target
         self.is_async = is_coroutine_function(target)
         self.is_slow = False  # the last run was long: another thread should poll meanwhile
 
     @cached_property
-    def takes_timeout(self) -> bool:
-        """Whether it has a parameter ``timeout``. Cached, because that takes as long as a call."""
+    def keywords(self) -> frozenset[str]:
+        """The parameters to pass by name. Cached, because finding them takes as long as a call."""
         try:
             parameters = inspect.signature(self.target).parameters
         except (TypeError, ValueError):  # functions written in C may have no signature
-            return False
-        parameter = parameters.get("timeout")
-        return parameter is not None and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
+            return frozenset()
+        return frozenset(
+            name
+            for name, parameter in parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         )
 
 
@@ -137,6 +141,7 @@ class ResolvedFunction(Function):
         self.name = name
         self.target = target
         self.copies = copies
+        self.direct = False
         self.is_async = habits.is_async
         self._habits = habits
 
@@ -166,9 +171,9 @@ class Registry:
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self._resolver = resolver
-        # Quick requests between agents, and functions of ours, by names that no function can have.
-        self.own: dict[str, Callable[[], None]] = {}
-        self.internal: dict[str, Function] = {}
+        # Requests between agents, by names that no function can have: functions of the agent, or
+        # something quick for the polling thread to do.
+        self.own: dict[str, Function | Callable[[], None]] = {}
         self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()
@@ -191,6 +196,7 @@ class Registry:
         copies: bool = False,
         methods: FindMethods | None = None,
         idempotent: bool = False,
+        direct: bool = False,
     ) -> T:
         """Register a function, or all public methods of an object as ``name.method``; return it.
 
@@ -225,7 +231,14 @@ class Registry:
                 )
             kept = {n: f for n, f in self.functions.items() if owner is None or f.owner != owner}
             self.functions = kept | {
-                name: Function(name, target, copies=copies, idempotent=idempotent, owner=owner)
+                name: Function(
+                    name,
+                    target,
+                    copies=copies,
+                    idempotent=idempotent,
+                    direct=direct,
+                    owner=owner,
+                )
                 for name, target in targets.items()
             }
         return thing
@@ -270,14 +283,16 @@ class Registry:
             "pass the name under which the other rank registered it"
         )
 
-    def check_timeout(self, name: str) -> None:
-        """Raise ``ConfigurationError`` if ``timeout=`` may be meant for the function."""
+    def check_keyword(self, name: str, keyword: str = "timeout", to: str = "to(rank") -> None:
+        """Raise ``ConfigurationError`` if a keyword of a call may be meant for the function."""
         function = self.functions.get(name)
-        if function is not None and function.takes_timeout:
+        if function is not None and keyword in function.keywords:
+            separator = "" if to.endswith("(") else ", "
+            what = "the timeout" if keyword == "timeout" else repr(keyword)
             raise ConfigurationError(
-                f"{name!r} has a parameter 'timeout', so timeout= may mean either: "
-                f"agent.to(rank, timeout=...)({name!r}, ...) sets the timeout of the call, "
-                f"agent.to(rank)({name!r}, ..., timeout=...) passes it to the function"
+                f"{name!r} has a parameter {keyword!r}, so {keyword}= may mean either: "
+                f"agent.{to}{separator}{keyword}=...)({name!r}, ...) sets {what} of the call, "
+                f"agent.{to})({name!r}, ..., {keyword}=...) passes it to the function"
             )
 
 

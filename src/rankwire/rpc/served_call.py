@@ -6,7 +6,7 @@ function, ``SystemExit`` included, and no oversized or unsendable result can har
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,7 +18,7 @@ from rankwire.deadline import Deadline
 from rankwire.errors import CallCancelledError
 from rankwire.fork import guard
 from rankwire.mesh.calls import IncomingCall
-from rankwire.rpc.call import Call, serving
+from rankwire.rpc.call import Call, MadeCall, serving
 from rankwire.rpc.item_sender import SMALL_REPLY
 from rankwire.rpc.messages import Outcome, Request
 from rankwire.rpc.pool import SLOW
@@ -45,6 +45,8 @@ class ServedCall(Call):
     task: asyncio.Task[None] | None = None  # runs it on the event loop
     deferred: DeferredReply | None = None  # if the function has returned a future
     begin: float | None = None  # of its function, if it goes on without a worker
+    awaited: Mapping[int, MadeCall] | None = None  # what that future waits for, if known
+    lost_caller = False  # it was cancelled because its caller is gone
     _holds_space = False
 
     def __init__(

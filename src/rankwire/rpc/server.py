@@ -149,7 +149,10 @@ class Server:
         if function is not None:
             refusal = self._beyond_limits(call, request, is_large)
             if refusal is None and not call.is_stream:
-                return ServedCall(self, call, request, function)
+                job = ServedCall(self, call, request, function)
+                if not function.needs_worker:
+                    job.depth = max(job.depth, 1)
+                return job
             if refusal is None:
                 ServedStream(self, call, request, function)  # a grant has it begin
                 return None
@@ -169,22 +172,21 @@ class Server:
             return None, self.replies.closed(began=False)
         if request.name == RESERVE:
             return None, self._reserve(call, request)
-        errand = self.registry.own.get(request.name)
-        if errand is not None:
-            errand()
+        own = self.registry.own.get(request.name)
+        if isinstance(own, Function):
+            return own, None
+        if own is not None:
+            own()
             return None, encode_result(self._codec, None)
-        internal = self.registry.internal.get(request.name)
-        if internal is not None:
-            return internal, None
         if VARIANT in request.name:
             return self._find_variant(request)
-        return self._resolve(request.name)
+        return self.resolve(request.name)
 
     def _find_variant(self, request: Request) -> tuple[Function | None, Message | None]:
         request.name, _, variant = request.name.partition(VARIANT)  # as a call in service is shown
         function, refusal = self.registry.functions.get(request.name), None
         if function is None:
-            function, refusal = self._resolve(request.name)
+            function, refusal = self.resolve(request.name)
         if function is None:
             return None, refusal
         make = self._variants.get(variant)
@@ -192,7 +194,8 @@ class Server:
             return None, self.replies.not_found(request.name, f"it has no variant {variant!r}")
         return self.registry.variant(function, make, self._codec), None
 
-    def _resolve(self, name: str) -> tuple[Function | None, Message | None]:
+    def resolve(self, name: str) -> tuple[Function | None, Message | None]:
+        """Return the function that the program's ``resolve`` finds, or a refusal."""
         try:
             function = self.registry.resolve(name)
         except FunctionNotFoundError as error:
@@ -263,6 +266,7 @@ class Server:
     def _caller_gone(self, event: CallerGone) -> None:
         for job in list(self.active.values()):
             if job.incoming.origin is event.origin:
+                job.lost_caller = True
                 self.cancel_job(job)
         self.reservations.caller_gone(event.src, event.origin)
 

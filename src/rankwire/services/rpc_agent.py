@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from rankwire.override import override
 from rankwire.rpc.agent import Agent
 from rankwire.rpc.registry import Vary
 from rankwire.services.agent_pool import AgentPool
 from rankwire.services.chunks import EACH, make_each
+from rankwire.services.group_calls import AgentGroupCalls
+from rankwire.services.group_run import GroupRuns
 
 
-class RpcAgent(AgentPool, Agent):
+class RpcAgent(AgentGroupCalls, AgentPool, Agent):
     """Register functions and call them on any rank. An agent serves from construction on.
 
     Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
@@ -48,3 +51,7 @@ class RpcAgent(AgentPool, Agent):
     """
 
     _variants: ClassVar[Mapping[str, Vary]] = {EACH: make_each}
+
+    @override
+    def _begin_services(self) -> None:
+        self._groups = GroupRuns(self)

@@ -12,6 +12,7 @@ from rankwire.testing.conformance import (
     basic_checks,
     call_checks,
     collective_checks,
+    group_call_checks,
     group_checks,
     message_checks,
     nested_call_checks,
@@ -37,6 +38,7 @@ CHECKS: dict[str, Check] = {
         role_checks,
         stream_checks,
         pool_checks,
+        group_call_checks,
     )
     for name, function in vars(module).items()
     if inspect.isfunction(function) and [*inspect.signature(function).parameters] == ["make_world"]
