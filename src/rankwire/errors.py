@@ -6,7 +6,7 @@
   RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError), ChannelClosedError,
   ResourceError
 - Calls: RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError, CallCancelledError,
-  DeadlineExceededError
+  DeadlineExceededError, QueueEndedError
 - Collectives: CollectiveMismatchError, CollectiveAbortedError, MembershipError
 - Processes: ForkedProcessError, RankFailedError, RanksStuckError
 
@@ -28,7 +28,8 @@ __all__ = [
     "DeadlineExceededError", "ForkedProcessError", "FunctionNotFoundError",
     "InvalidMessageError", "InvalidRankError", "InvalidWorldSizeError", "MembershipError",
     "MessageTooLargeError", "NoConnectionError", "OverloadedError", "PeerLostError",
-    "PeerUnresponsiveError", "ProtocolError", "RankFailedError", "RanksStuckError",
+    "PeerUnresponsiveError", "ProtocolError", "QueueEndedError", "RankFailedError",
+    "RanksStuckError",
     "RankwireError", "RemoteError", "RendezvousError", "ResourceError", "SelfSendError",
     "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
 ]  # fmt: skip
@@ -224,6 +225,10 @@ class DeadlineExceededError(RankwireError, TimeoutError):
 
 class OverloadedError(RankwireError, RuntimeError):
     """A documented limit was reached; the call did not run."""
+
+
+class QueueEndedError(RankwireError, EOFError):
+    """The queue has ended: nothing more can be put, or nothing is left to get."""
 
 
 class CircularCallError(RankwireError, RuntimeError):

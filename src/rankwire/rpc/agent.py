@@ -92,6 +92,7 @@ class Agent(AgentStreams, AgentFunctions):
         self._caller = Caller(
             backend, self._port, self.codec, self._server, max_in_flight=max_in_flight
         )
+        self._begin_services()
         try:
             # Before serving, so that a call that arrives now finds the functions registered next.
             self._port.presence.open()
@@ -197,6 +198,12 @@ class Agent(AgentStreams, AgentFunctions):
 
     # -- ending ------------------------------------------------------------------------------------
 
+    def _begin_services(self) -> None:
+        """Register what services serve, before this agent serves."""
+
+    def _end_services(self) -> None:
+        """End the waits that services have here and elsewhere, before this agent closes."""
+
     def activity(self) -> Activity:
         """Return how many calls this agent has in flight and in service.
 
@@ -217,6 +224,7 @@ class Agent(AgentStreams, AgentFunctions):
         with self._close_lock:
             if self._caller.closed:
                 return
+            self._end_services()
             deadline = Deadline(grace, self._clock)
             self._caller.closed = True
             self._server.drain(deadline, lambda: not self._caller.activity()[0])

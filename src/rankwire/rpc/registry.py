@@ -153,6 +153,8 @@ class Registry:
         self._resolver = resolver
         # Quick requests between agents, by names that no function can have.
         self.own: dict[str, Callable[[], None]] = {}
+        # What the services serve: not among the names that users see.
+        self.services: dict[str, Function] = {}
         self._lock = runtime.Lock()
         self.functions: dict[str, Function] = {}
         self.errors = RemoteErrors()
@@ -206,7 +208,12 @@ class Registry:
             self.functions = left
 
     def resolve(self, name: str) -> Function | None:
-        """Ask the resolver for a function that is not registered; raise what it raises."""
+        """Return a function that is not registered: of a service, or the resolver's.
+
+        Raises what the resolver raises.
+        """
+        if name in self.services:
+            return self.services[name]
         return None if self._resolver is None else self._resolver.find(name)
 
     def names(self) -> list[str]:

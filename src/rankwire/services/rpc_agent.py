@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rankwire.rpc.agent import Agent
+from rankwire.services.agent_queues import AgentQueues
 
 
-class RpcAgent(Agent):
+class RpcAgent(AgentQueues):
     """Register functions and call them on any rank. An agent serves from construction on.
 
     Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
