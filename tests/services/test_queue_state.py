@@ -125,9 +125,10 @@ def test_a_slot_before_a_put_lets_a_get_of_more_than_the_capacity_go_on():
     slot, put = queue.slot(), queue.put("c")
     get = queue.get(3)
     assert queue.outcome(slot) is DONE
-    queue.fill(slot, "s")
-    assert queue.values(get) == ["a", "b", "s"]
     assert queue.outcome(put) is DONE
+    assert queue.values(get) == ["a", "b", "c"]
+    queue.fill(slot, "s")
+    assert queue.values(queue.get()) == ["s"]
 
 
 def test_drop_oldest_keeps_the_newest_items():

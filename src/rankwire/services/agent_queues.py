@@ -103,7 +103,7 @@ class AgentQueues(Agent):
         super()._begin_services()
         self._queue_owners = {}
         self._queue_owner = QueueOwner(self.backend)
-        self._queue_client = QueueClient(self, self._queue_owner)
+        self._queue_client = QueueClient(self)
         self._registry.services.update(self._queue_owner.functions())
 
     @override

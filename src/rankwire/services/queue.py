@@ -262,7 +262,7 @@ class Queue(PublicDir, Generic[T]):
             return items[0] if n is None else items
         except BaseException:
             if items:  # interrupted just now
-                self._give_back(request)
+                self.give_back(request)
             raise
 
     def items(
@@ -291,7 +291,7 @@ class Queue(PublicDir, Generic[T]):
             finally:
                 if reached < len(items):
                     # This may be the garbage collector. It has not reached the rest.
-                    hand_over(self._give_back, request, reached)
+                    hand_over(self.give_back, request, reached)
             self._received.append(request[-1])
 
     def __iter__(self) -> Iterator[T]:
@@ -381,8 +381,13 @@ class Queue(PublicDir, Generic[T]):
             error.accepted = value or 0
         raise error
 
-    def _give_back(self, request: list[int], keep: int = 0) -> None:
-        self._client.call_soon(self.owner, "withdraw", request, keep).disregard()
+    def give_back(self, request: list[int], keep: int = 0) -> None:
+        """Undo a request, without waiting. For ``Slot`` and ``Batch``."""
+        try:
+            self._client.call_soon(self.owner, "withdraw", request, keep).disregard()
+        except BaseException:  # interrupted; twice is no harm
+            self._client.call_soon(self.owner, "withdraw", request, keep).disregard()
+            raise
 
     def _undo(self, request: list[int], error: BaseException) -> list[Any] | None:
         """Undo a request that failed; return what the owner knows of it, if it was asked.
@@ -404,14 +409,13 @@ class Queue(PublicDir, Generic[T]):
         return answer
 
     def _withdrawn(self, request: list[int], error: BaseException | None) -> list[Any] | None:
-        # Outside of the call that is being served, which may have no time left.
-        context = Context()
-        future = context.run(self._client.call_soon, self.owner, "withdraw", request, 0)
+        future = self._client.call_soon(self.owner, "withdraw", request, 0)
         future.disregard()
         if not isinstance(error, DeadlineExceededError):
             return None
         try:
-            outcome, value = context.run(future.result, _ANSWER_LIMIT)
+            # A call that is being served may have no time left.
+            outcome, value = Context().run(future.result, _ANSWER_LIMIT)
         except (RankwireError, TimeoutError):
             return None
         return value if outcome == QueueOutcome.DONE else None
@@ -446,15 +450,20 @@ class Slot(Generic[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        request, self._request = self._request, None
-        if request is not None and not self._is_filled:
-            self._queue._give_back(request)
+        if self._request is not None and not self._is_filled:
+            self._queue.give_back(self._request)
+        self._request = None
+
+    def __del__(self) -> None:
+        if self._request is not None and not self._is_filled:  # interrupted
+            hand_over(self._queue.give_back, self._request)
 
 
 class Batch(Sequence[T]):
     """Items that wait for an acknowledgement; see ``Queue.get``. For one thread.
 
-    As a context manager, it acknowledges them at the end, or gives them back after an error.
+    As a context manager, it acknowledges them at the end, or gives them back after an error. One
+    that is dropped gives them back too.
     """
 
     def __init__(self, queue: Queue[T], request: list[int], items: list[T]) -> None:
@@ -475,8 +484,12 @@ class Batch(Sequence[T]):
     def give_back(self) -> None:
         """Put the items back to the front of the queue, unless they were acknowledged."""
         if not self._is_settled:
-            self._queue._give_back(self._request)
+            self._queue.give_back(self._request)
             self._is_settled = True
+
+    def __del__(self) -> None:
+        if not self._is_settled:
+            hand_over(self._queue.give_back, self._request)
 
     def __enter__(self) -> Self:
         return self

@@ -22,7 +22,6 @@ from typing import Any
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
-from rankwire.codec.hooks import Buffer
 from rankwire.errors import PeerLostError
 from rankwire.rpc.call import current_call
 from rankwire.rpc.registry import Function
@@ -182,21 +181,16 @@ class QueueOwner:
         """Return what other ranks call, by name."""
 
         def served(function: str) -> Callable[..., Any]:
+            method: Callable[..., Any] = getattr(self, f"_{function}")
+
             def serve(*args: Any) -> Any:
                 call = current_call()
                 assert call is not None
-                return self.serve(function, call.src, *args)
+                return [int(QueueOutcome.CLOSED), 0] if self._is_closed else method(call.src, *args)
 
             return serve
 
         return {PREFIX + name: Function(PREFIX + name, served(name)) for name in _SERVED}
-
-    def serve(self, function: str, src: int, *args: Any) -> Any:
-        """Do what a rank requests; return the reply, or a ``WaitingRequest``."""
-        if self._is_closed:
-            return [int(QueueOutcome.CLOSED), 0]
-        method: Callable[..., Any] = getattr(self, f"_{function}")
-        return method(src, *args)
 
     # -- what other ranks call ---------------------------------------------------------------------
 
@@ -235,7 +229,7 @@ class QueueOwner:
 
     def _put(self, src: int, use: list[int], packed: Packed, versions: Any, key: float) -> Any:
         """Put items, which all have one version, or each its own."""
-        payloads = [_frozen(payload) for payload in unpack(packed)]
+        payloads = unpack(packed)
         if type(versions) is not list:
             versions = [versions] * len(payloads)
         items = [
@@ -252,7 +246,7 @@ class QueueOwner:
         self, src: int, use: list[int], packed: Packed, version: float | None, key: float
     ) -> Any:
         """Put an item into the slot of that number."""
-        (payload,) = map(_frozen, unpack(packed))
+        (payload,) = unpack(packed)
         item = Item(payload, len(payload), version, key)
         return self._request(src, use, lambda state, ticket: state.fill(ticket, item))
 
@@ -344,8 +338,3 @@ def _complete_all(waiting: list[WaitingRequest], reply: Reply) -> None:
 def _ticket(src: int, use: list[int]) -> Ticket:
     _, incarnation, agent, number = use
     return Ticket((src, incarnation, agent), number)
-
-
-def _frozen(payload: Buffer) -> Buffer:
-    # A consumer at this rank must not change an item that may come back: it copies such a view.
-    return payload.toreadonly() if type(payload) is memoryview else payload
