@@ -109,6 +109,7 @@ USES_ASYNCIO = {
 USES_FUTURES = {
     "collectives": "a Work is a Future, with a condition of runtime, and waits by its clock",
     "rpc": "so is an RpcFuture; a function may return a Future, and only its callback is used",
+    "services": "functions of the queue's owner return one; only its callback is used",
     "launch": "LocalWorld.on(rank).start returns one; real processes and threads, no world",
     "torch": "torch's futures and remote references; torch runs in real time",
     "testing": "checks call what a program does",

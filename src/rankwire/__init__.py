@@ -21,6 +21,8 @@ from rankwire.errors import *  # noqa: F403
 from rankwire.errors import __all__ as _errors
 from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
+from rankwire.services.queue import Queue
+from rankwire.services.queue_settings import QueueStats
 from rankwire.services.rpc_agent import RpcAgent
 
 __version__ = "0.2.0"
@@ -69,6 +71,8 @@ __all__ = [
     "MessageHandle",
     "PremulSum",
     "BuildContext",
+    "Queue",
+    "QueueStats",
     "RpcAgent",
     "RpcFuture",
     "TakeContext",

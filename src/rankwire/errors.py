@@ -29,9 +29,8 @@ __all__ = [
     "InvalidMessageError", "InvalidRankError", "InvalidWorldSizeError", "MembershipError",
     "MessageTooLargeError", "NoConnectionError", "OverloadedError", "PeerLostError",
     "PeerUnresponsiveError", "ProtocolError", "QueueEndedError", "RankFailedError",
-    "RanksStuckError",
-    "RankwireError", "RemoteError", "RendezvousError", "ResourceError", "SelfSendError",
-    "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
+    "RanksStuckError", "RankwireError", "RemoteError", "RendezvousError", "ResourceError",
+    "SelfSendError", "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from rankwire import (
     OverloadedError,
     PeerLostError,
     QueueEndedError,
+    RemoteError,
     SubBackend,
     UnsupportedTypeError,
 )
@@ -140,7 +141,7 @@ def test_short_time_limits_lose_no_item(queues):
 
 def test_a_full_queue_can_refuse(agents):
     queue, _, other = make(agents, when_full="refuse", capacity=2)
-    with pytest.raises(OverloadedError, match="queue 'q' on rank 0 is full, with 2 items") as info:
+    with pytest.raises(OverloadedError, match="queue 'q' on rank 0 is full") as info:
         queue.put_many("abc")
     assert info.value.accepted == 2
     with pytest.raises(OverloadedError), other.slot():
@@ -181,7 +182,7 @@ def test_items_are_consumed_when_they_are_acknowledged(queues):
     batch.give_back()
     batch = queues[0].get(ack=True)
     batch.ack()
-    with pytest.raises(ConfigurationError, match="acknowledged already"):
+    with pytest.raises(ConfigurationError, match="or they are acknowledged"):
         batch.ack()
     assert (batch[0], len(batch)) == ("d", 1)
     assert queues[0].stats().queued == queues[0].stats().leased == 0
@@ -250,6 +251,40 @@ def test_an_item_that_cannot_be_sent_is_refused_before_anything_is(queues):
     with pytest.raises(ConfigurationError, match="a get takes 1 item or more"):
         queues[1].get(0)
     assert queues[0].stats().produced == 0
+
+
+def test_a_version_that_is_no_number_harms_no_other_rank(agents, queues):
+    for refused in (
+        lambda: queues[1].put("a", version="new"),
+        lambda: queues[1].put("a", key=[1]),
+        lambda: queues[1].get(min_version="new"),
+    ):
+        with pytest.raises(RemoteError, match="a version or key is a number"):
+            refused()
+    queues[1].put("b", version=np.int64(3))
+    assert queues[2].get(min_version=np.float32(2.5)) == "b"
+
+
+def test_the_queues_of_a_restarted_owner_are_gone(agents, queues):
+    queues[1]._requests._number += 1  # as that of another process
+    with pytest.raises(PeerLostError, match="it was restarted, and had queue 'q'") as info:
+        queues[1].put("a")
+    assert (info.value.peer, info.value.unconfirmed) == (0, 0)
+
+
+def test_requests_of_a_process_that_was_lost_are_refused(agents, queues):
+    with queues[1].slot() as slot:
+        owner = agents[0]._queue_owner
+        owner._lost[1] = 0
+        next(iter(owner._queues.values())).forget(1, owner._is_lost)
+        with pytest.raises(ChannelClosedError, match="taken this rank for lost"):
+            slot.put("late")
+    assert queues[2].stats().slots == 0
+    with pytest.raises(ChannelClosedError, match="taken this rank for lost"):
+        queues[1].put("later")
+    agents[1]._queue_client._user[0] = 1  # it was restarted
+    queues[1].put("again")
+    assert queues[2].get() == "again"
 
 
 def test_an_agent_that_closes_gives_back_what_it_holds(agents, queues):

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, deque
+from dataclasses import astuple
 
 import pytest
 from hypothesis import settings
@@ -85,7 +86,7 @@ class Driver:
         stats = self.state.stats()
         found = stats.consumed + stats.dropped + stats.stale + stats.queued + stats.leased
         assert stats.produced == found, stats
-        assert min(stats.as_list()) >= 0, stats
+        assert min(astuple(stats)) >= 0, stats
 
 
 # -- one behaviour at a time -----------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rankwire.rpc.agent import Agent
 from rankwire.services.queue import Queue
 from rankwire.services.queue_client import QueueClient
 from rankwire.services.queue_owner import QueueOwner
+from rankwire.services.queue_requests import QueueRequests
 from rankwire.services.queue_settings import QueueSettings
 from rankwire.services.queue_users import QueueOutcome
 
@@ -96,7 +97,8 @@ class AgentQueues(Agent):
             error.op = f"queue {name!r}"
             error.during(rank=self.rank, peer=owner, waited=deadline.waited)
             raise
-        return Queue(self._queue_client, name, owner, number, there.as_dict())
+        requests = QueueRequests(self._queue_client, name, owner, number)
+        return Queue(requests, there.as_dict())
 
     @override
     def _begin_services(self) -> None:

@@ -24,8 +24,8 @@ def _describe_get(state: QueueState, least: int) -> str:
     stats, ratio = state.stats(), state.settings.ratio
     if stats.queued == 0:
         found = f"it is empty: {stats.produced} inserted, {stats.consumed} consumed"
-    elif ratio is not None and ratio * stats.inserted - stats.sampled < least:
-        found = f"ratio {ratio:g}: {stats.inserted} inserted, {stats.sampled} sampled"
+    elif ratio is not None and ratio * state.supply.inserted - stats.sampled < least:
+        found = f"ratio {ratio:g}: {state.supply.inserted} inserted, {stats.sampled} sampled"
     else:
         found = f"{stats.queued} of {least} items are there"
     if stats.stale:
@@ -40,7 +40,9 @@ def _describe_get(state: QueueState, least: int) -> str:
 def _describe_put(state: QueueState, what: str) -> str:
     stats, settings = state.stats(), state.settings
     if what == "the put" and state.supply.runs_ahead:
-        found = f"ratio {settings.ratio:g}: {stats.inserted} inserted, {stats.sampled} sampled"
+        found = (
+            f"ratio {settings.ratio:g}: {state.supply.inserted} inserted, {stats.sampled} sampled"
+        )
     else:
         found = f"it is full: {stats.queued} of {settings.capacity} items, {stats.nbytes} bytes"
         if stats.slots:

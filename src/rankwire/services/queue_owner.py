@@ -15,14 +15,18 @@ is gone. No future is completed or cancelled under a lock, and none is taken und
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import astuple
 from functools import partial
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 from rankwire import runtime
 from rankwire.backends.base import Backend
-from rankwire.errors import PeerLostError
+from rankwire.errors import InvalidMessageError, PeerLostError
 from rankwire.rpc.call import current_call
 from rankwire.rpc.registry import Function
 from rankwire.services.queue_description import describe_wait
@@ -33,6 +37,7 @@ from rankwire.services.queue_supply import Item
 from rankwire.services.queue_users import QueueOutcome, Ticket, User
 
 _MOST_QUEUES = 1024
+_MOST_REASONS = 256
 
 PREFIX = "rankwire.queue."  # of the names of the functions
 _SERVED = ("open", "put", "slot", "fill", "get", "acknowledge", "withdraw", "end", "leave", "stats")
@@ -72,6 +77,8 @@ class OwnedQueue:
         self._lock = runtime.Lock()
         self._state = QueueState(settings, now)
         self._waiting: dict[Ticket, WaitingRequest] = {}
+        # What requests waited for that the agent has ended, for callers that ask.
+        self._reasons: OrderedDict[Ticket, str] = OrderedDict()
 
     def serve(self, ticket: Ticket, request: Callable[[QueueState], object]) -> Any:
         """Make a request; return its reply, or the future of it."""
@@ -99,6 +106,15 @@ class OwnedQueue:
             settled = self._taken()
         self._complete(settled)
         return result
+
+    def withdraw(self, ticket: Ticket, keep: int) -> list[Any]:
+        """Undo a request; return how many items of a put were accepted, and what it waited for."""
+
+        def withdraw(state: QueueState) -> list[Any]:
+            reason = self._reasons.pop(ticket, None) or describe_wait(state, ticket)
+            return [state.withdraw(ticket, keep), reason]
+
+        return self.change(withdraw)  # type: ignore[no-any-return]
 
     def forget(self, rank: int, is_gone: Callable[[User], bool]) -> None:
         """Drop the requests of users of a rank who are gone, and take back what they hold."""
@@ -137,7 +153,13 @@ class OwnedQueue:
             self._undo(ticket)
 
     def _undo(self, ticket: Ticket) -> None:
-        self.change(lambda state: state.withdraw(ticket))
+        def undo(state: QueueState) -> None:
+            self._reasons[ticket] = describe_wait(state, ticket)
+            if len(self._reasons) > _MOST_REASONS:
+                self._reasons.popitem(last=False)
+            state.withdraw(ticket)
+
+        self.change(undo)
 
 
 def _reply(settled: Settled) -> Reply:
@@ -227,15 +249,12 @@ class QueueOwner:
         _complete_all(awaited, reply)
         return reply
 
-    def _put(self, src: int, use: list[int], packed: Packed, versions: Any, key: float) -> Any:
-        """Put items, which all have one version, or each its own."""
-        payloads = unpack(packed)
-        if type(versions) is not list:
-            versions = [versions] * len(payloads)
-        items = [
-            Item(payload, len(payload), version, key)
-            for payload, version in zip(payloads, versions, strict=True)
-        ]
+    def _put(
+        self, src: int, use: list[int], packed: Packed, version: float | None, key: float
+    ) -> Any:
+        """Put items."""
+        _check_numbers(version, key)
+        items = [Item(payload, len(payload), version, key) for payload in unpack(packed)]
         return self._request(src, use, lambda state, ticket: state.put(ticket, items))
 
     def _slot(self, src: int, use: list[int]) -> Any:
@@ -246,6 +265,7 @@ class QueueOwner:
         self, src: int, use: list[int], packed: Packed, version: float | None, key: float
     ) -> Any:
         """Put an item into the slot of that number."""
+        _check_numbers(version, key)
         (payload,) = unpack(packed)
         item = Item(payload, len(payload), version, key)
         return self._request(src, use, lambda state, ticket: state.fill(ticket, item))
@@ -261,6 +281,7 @@ class QueueOwner:
         received: list[int],
     ) -> Any:
         """Take items."""
+        _check_numbers(min_version, count, least)
         get = Get(max(count, 1), max(least, 1), min_version, is_lease)
         return self._request(src, use, lambda state, ticket: state.get(ticket, get, received))
 
@@ -269,13 +290,11 @@ class QueueOwner:
         return self._change(src, use, lambda state, ticket: state.acknowledge(ticket))
 
     def _withdraw(self, src: int, use: list[int], keep: int) -> Any:
-        """Undo a request; the value is what is known of it: the count, and what it waited for."""
-
-        def withdraw(state: QueueState, ticket: Ticket) -> list[Any]:
-            text = describe_wait(state, ticket)
-            return [state.withdraw(ticket, keep), text]
-
-        return self._change(src, use, withdraw)
+        """Undo a request; the value is what is known of it."""
+        queue = self._queues.get(use[0])
+        if queue is None:
+            return [int(QueueOutcome.UNKNOWN), 0]
+        return [int(QueueOutcome.DONE), queue.withdraw(_ticket(src, use), keep)]
 
     def _end(self, src: int, use: list[int]) -> Any:
         """End the part of the caller, or the queue."""
@@ -289,7 +308,7 @@ class QueueOwner:
 
     def _stats(self, src: int, use: list[int]) -> Any:
         """Return the counts."""
-        return self._change(src, use, lambda state, ticket: state.stats().as_list())
+        return self._change(src, use, lambda state, ticket: list(astuple(state.stats())))
 
     # -- users -------------------------------------------------------------------------------------
 
@@ -338,3 +357,10 @@ def _complete_all(waiting: list[WaitingRequest], reply: Reply) -> None:
 def _ticket(src: int, use: list[int]) -> Ticket:
     _, incarnation, agent, number = use
     return Ticket((src, incarnation, agent), number)
+
+
+def _check_numbers(*values: Any) -> None:
+    # Before they are compared with those of other ranks.
+    for value in values:
+        if not isinstance(value, (Real, NoneType)):
+            raise InvalidMessageError(f"a version or key is a number, not {type(value).__name__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rankwire.errors import ConfigurationError
@@ -86,7 +86,6 @@ class QueueStats:
         stale: Items that were dropped because a get asked for a later version.
         queued: Items that are in the queue.
         leased: Items that a get with ``ack`` has taken and not acknowledged.
-        inserted: Items that were put and not dropped at once.
         sampled: How often an item was taken, and not returned.
         nbytes: Bytes of the queued items.
         slots: Places that are taken for items to come.
@@ -101,18 +100,9 @@ class QueueStats:
     stale: int = 0
     queued: int = 0
     leased: int = 0
-    inserted: int = 0
     sampled: int = 0
     nbytes: int = 0
     slots: int = 0
     waiting_producers: int = 0
     waiting_consumers: int = 0
     ended: bool = False
-
-    def at(self, **counts: Any) -> QueueStats:
-        """Return a copy with the counts that are not kept here."""
-        return replace(self, **counts)
-
-    def as_list(self) -> list[int]:
-        """Return the counts in order, to be sent."""
-        return [getattr(self, field.name) for field in fields(self)]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rankwire.services.queue_settings import QueueSettings, QueueStats
 from rankwire.services.queue_supply import Item, Supply
 from rankwire.services.queue_users import (
-    Activity,
     Producers,
+    QueueActivity,
     QueueOutcome,
     QueueUser,
     Ticket,
@@ -79,7 +79,7 @@ class QueueState:
         self.slots: dict[Ticket, None] = {}
         self.deliveries: dict[Ticket, Delivery] = {}
         self.producers = Producers(settings.producers)
-        self.activity = Activity(now)
+        self.activity = QueueActivity(now)
         self._users: dict[User, QueueUser] = {}
 
     # -- requests ----------------------------------------------------------------------------------
@@ -177,7 +177,8 @@ class QueueState:
 
     def stats(self) -> QueueStats:
         """Return the counts of this moment."""
-        return self._stats.at(
+        return replace(
+            self._stats,
             queued=len(self.supply.items),
             slots=len(self.slots),
             waiting_producers=len(self.puts),

@@ -39,6 +39,7 @@ class Supply:
         self._order = order_of(settings.order, settings.seed, self.items)
         self._versions = Versions(self.items)
         self._uses = 0  # of all queued items
+        self.inserted = 0  # items that were not dropped at once
 
     # -- what may be put and taken -----------------------------------------------------------------
 
@@ -48,7 +49,7 @@ class Supply:
         ratio, stats = self._settings.ratio, self._stats
         if ratio is None:
             return False
-        return ratio * (stats.inserted + 1) - stats.sampled > self._settings.tolerance + _ROUNDING
+        return ratio * (self.inserted + 1) - stats.sampled > self._settings.tolerance + _ROUNDING
 
     def has_place(self, slots: int, nbytes: int) -> bool:
         """Return whether there is a place for an item, beside so many slots."""
@@ -64,7 +65,7 @@ class Supply:
             available = self._uses
         ratio, stats = self._settings.ratio, self._stats
         if ratio is not None:
-            allowed = math.floor(ratio * stats.inserted - stats.sampled + _ROUNDING)
+            allowed = math.floor(ratio * self.inserted - stats.sampled + _ROUNDING)
             available = min(available, allowed)
         return max(available, 0)
 
@@ -73,7 +74,7 @@ class Supply:
     def insert(self, item: Item) -> None:
         """Queue a new item."""
         self._stats.produced += 1
-        self._stats.inserted += 1
+        self.inserted += 1
         item.number = self._stats.produced
         item.uses = self._settings.uses or _MANY
         self._add(item)

@@ -108,7 +108,7 @@ class Producers:
         self._gone.pop(rank, None)
 
 
-class Activity:
+class QueueActivity:
     """When each rank has last put and got something."""
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -15,6 +15,7 @@ from rankwire.testing.conformance import (
     group_checks,
     message_checks,
     nested_call_checks,
+    queue_checks,
     stream_checks,
 )
 from rankwire.testing.conformance.tools import Check
@@ -32,6 +33,7 @@ CHECKS: dict[str, Check] = {
         collective_checks,
         call_checks,
         nested_call_checks,
+        queue_checks,
         stream_checks,
     )
     for name, function in vars(module).items()
