@@ -75,6 +75,7 @@ class OwnedQueue:
         self.settings = settings
         self._is_gone = is_gone
         self._lock = runtime.Lock()
+        self._is_closed = False
         self._state = QueueState(settings, now)
         self._waiting: dict[Ticket, WaitingRequest] = {}
         # What requests waited for that the agent has ended, for callers that ask.
@@ -87,6 +88,8 @@ class OwnedQueue:
             # Under the lock: what a user requests who is forgotten later is forgotten too.
             if self._is_gone(ticket.user):
                 return [int(QueueOutcome.UNWANTED), 0]
+            if self._is_closed:
+                return [int(QueueOutcome.CLOSED), 0]
             request(self._state)
             settled = self._taken()
             own = next((outcome for each, outcome in settled if each == ticket), None)
@@ -122,7 +125,9 @@ class OwnedQueue:
         self._refuse(lambda ticket: ticket.user[0] == rank and is_gone(ticket.user))
 
     def close(self) -> None:
-        """Refuse the requests that wait."""
+        """Refuse the requests that wait, and those to come."""
+        with self._lock:
+            self._is_closed = True
         self._refuse(lambda ticket: True)
 
     def _describe(self, ticket: Ticket) -> str:
