@@ -42,6 +42,7 @@ def test_the_package_exports_the_public_names():
         "gather_object", "broadcast_object", "scatter_object", "all_to_all_object", "PremulSum",
         "all_gather_coalesced", "reduce_scatter_coalesced", "local", "LocalWorld",
         "TaskMap", "TaskOutcome", "GroupResult",
+        "Queue", "QueueStats",
     }  # fmt: skip
     assert public | set(errors.__all__) == set(rankwire.__all__)
     for name in rankwire.__all__:

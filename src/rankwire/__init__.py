@@ -23,6 +23,8 @@ from rankwire.errors import __all__ as _errors
 from rankwire.rpc.call import Call, current_call
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.stream import Stream
+from rankwire.services.queue import Queue
+from rankwire.services.queue_settings import QueueStats
 from rankwire.services.rpc_agent import RpcAgent
 from rankwire.services.task_map import TaskMap
 from rankwire.task_outcome import TaskOutcome
@@ -75,6 +77,8 @@ __all__ = [
     "MessageHandle",
     "PremulSum",
     "BuildContext",
+    "Queue",
+    "QueueStats",
     "Roles",
     "RpcAgent",
     "RpcFuture",

@@ -18,11 +18,15 @@ class RankwireError(Exception):
         root: The world rank whose failure caused this error, if known.
         is_reported: Whether the other ranks of a collective were notified of it.
         is_local: Whether its ranks are those of the group, and need no translation.
+        accepted: For a put to a queue: how many of the items the owner has accepted.
+        unconfirmed: For a put to a queue: how many of the next items it may have accepted.
     """
 
     __module__ = "rankwire.errors"  # as users import it; also shown in tracebacks and pickles
     is_reported: bool = False
     is_local: bool = False
+    accepted: int = 0
+    unconfirmed: int = 0
     root: int | None = None
     op: str | None = None
     rank: int | None = None

@@ -6,7 +6,7 @@
   RendezvousError, NoConnectionError, PeerLostError (PeerUnresponsiveError), ChannelClosedError,
   ResourceError
 - Calls: RemoteError, FunctionNotFoundError, OverloadedError, CircularCallError, CallCancelledError,
-  DeadlineExceededError, GroupCallError
+  DeadlineExceededError, GroupCallError, QueueEndedError
 - Collectives: CollectiveMismatchError, CollectiveAbortedError, MembershipError
 - Processes: ForkedProcessError, RankFailedError, RanksStuckError
 
@@ -29,9 +29,9 @@ __all__ = [
     "GroupCallError", "InvalidMessageError", "InvalidRankError", "InvalidWorldSizeError",
     "MembershipError",
     "MessageTooLargeError", "NoConnectionError", "OverloadedError", "PeerLostError",
-    "PeerUnresponsiveError", "ProtocolError", "RankFailedError", "RanksStuckError",
-    "RankwireError", "RemoteError", "RendezvousError", "ResourceError", "SelfSendError",
-    "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
+    "PeerUnresponsiveError", "ProtocolError", "QueueEndedError", "RankFailedError",
+    "RanksStuckError", "RankwireError", "RemoteError", "RendezvousError", "ResourceError",
+    "SelfSendError", "SizeMismatchError", "UnsupportedTypeError", "VersionMismatchError",
 ]  # fmt: skip
 
 _MOST_CAUSES, _LONGEST_CAUSE = 3, 200  # shown in the text of a ``GroupCallError``
@@ -230,6 +230,10 @@ class DeadlineExceededError(RankwireError, TimeoutError):
 
 class OverloadedError(RankwireError, RuntimeError):
     """A documented limit was reached; the call did not run."""
+
+
+class QueueEndedError(RankwireError, EOFError):
+    """The queue has ended: nothing more can be put, or nothing is left to get."""
 
 
 class CircularCallError(RankwireError, RuntimeError):

@@ -111,10 +111,6 @@ class Agent(AgentStreams, AgentFunctions):
         guard(self, Agent._close_in_child)
         close_at_exit(self, Agent._leave_at_exit)
 
-    def _begin_services(self) -> None:
-        """Register what services answer, before any call is served."""
-
-    @property
     def rank(self) -> int:
         """This process's rank."""
         return self.backend.rank
@@ -210,6 +206,12 @@ class Agent(AgentStreams, AgentFunctions):
 
     # -- ending ------------------------------------------------------------------------------------
 
+    def _begin_services(self) -> None:
+        """Register what services serve, before this agent serves."""
+
+    def _end_services(self) -> None:
+        """End the waits that services have here and elsewhere, before this agent closes."""
+
     def activity(self) -> Activity:
         """Return how many calls this agent has in flight and in service.
 
@@ -230,6 +232,7 @@ class Agent(AgentStreams, AgentFunctions):
         with self._close_lock:
             if self._caller.closed:
                 return
+            self._end_services()
             deadline = Deadline(grace, self._clock)
             self._caller.closed = True
             self._server.drain(deadline, lambda: not self._caller.activity()[0])

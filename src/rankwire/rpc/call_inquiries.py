@@ -172,9 +172,10 @@ class ActiveCalls:
         elif job.is_suspended:
             doing = f"is suspended until rank {job.src} takes more of its items"
         elif job.deferred is not None:
-            doing = "waits for the future that it returned"
+            future = job.deferred.future
+            doing = getattr(future, "doing", "waits for the future that it returned")
             # Only an ``RpcFuture`` has a request id.
-            made = job.outgoing.get(getattr(job.deferred.future, "request_id", -1))
+            made = job.outgoing.get(getattr(future, "request_id", -1))
             awaited = list((job.awaited or {}).values()) if made is None else [made]
             needs = [self._made(made.dst, made.reply.request_id) for made in awaited]
             if awaited:

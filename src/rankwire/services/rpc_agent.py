@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from rankwire.override import override
-from rankwire.rpc.agent import Agent
 from rankwire.rpc.registry import Vary
 from rankwire.services.agent_pool import AgentPool
+from rankwire.services.agent_queues import AgentQueues
 from rankwire.services.chunks import EACH, make_each
 from rankwire.services.group_calls import AgentGroupCalls
 from rankwire.services.group_run import GroupRuns
 
 
-class RpcAgent(AgentGroupCalls, AgentPool, Agent):
+class RpcAgent(AgentGroupCalls, AgentPool, AgentQueues):
     """Register functions and call them on any rank. An agent serves from construction on.
 
     Safe from any thread. A call runs at most once; nothing is retried. Calls from one thread to one
@@ -54,4 +54,5 @@ class RpcAgent(AgentGroupCalls, AgentPool, Agent):
 
     @override
     def _begin_services(self) -> None:
+        super()._begin_services()
         self._groups = GroupRuns(self)

@@ -17,6 +17,7 @@ from rankwire.testing.conformance import (
     message_checks,
     nested_call_checks,
     pool_checks,
+    queue_checks,
     role_checks,
     stream_checks,
 )
@@ -35,6 +36,7 @@ CHECKS: dict[str, Check] = {
         collective_checks,
         call_checks,
         nested_call_checks,
+        queue_checks,
         role_checks,
         stream_checks,
         pool_checks,
