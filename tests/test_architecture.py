@@ -112,7 +112,7 @@ USES_FUTURES = {
     "collectives": "a Work is a Future, with a condition of runtime, and waits by its clock",
     "rpc": "so is an RpcFuture; a function may return a Future, and only its callback is used",
     "launch": "LocalWorld.on(rank).start returns one; real processes and threads, no world",
-    "services": "relays and owners of queues answer by one; an executor's thread waits by the clock",
+    "services": "relays and queues answer by one; an executor's thread waits by the clock",
     "torch": "torch's futures and remote references; torch runs in real time",
     "testing": "checks call what a program does",
 }

@@ -111,6 +111,7 @@ class Agent(AgentStreams, AgentFunctions):
         guard(self, Agent._close_in_child)
         close_at_exit(self, Agent._leave_at_exit)
 
+    @property
     def rank(self) -> int:
         """This process's rank."""
         return self.backend.rank

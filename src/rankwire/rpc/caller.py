@@ -36,7 +36,7 @@ from rankwire.rpc.future import OnEnd, RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.pending_futures import PendingFutures
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
-from rankwire.rpc.stream import Feed, Stream, StreamLimits
+from rankwire.rpc.stream import Feed, Stream, StreamLimits, Target
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Caller:
     ) -> Stream[Any]:
         """Request a stream, all of it within ``total``."""
         request_id = next(self._ids)
-        feed = Feed(self, (dst, name.lstrip("\0"), request_id), call, total, limits)
+        feed = Feed(self, Target(dst, name.lstrip("\0"), request_id), call, total, limits)
         first = total.sooner(limits.timeout)
         try:
             try:
@@ -232,7 +232,9 @@ class Caller:
             return Stream(feed)
         except RankwireError as error:
             feed.end()
-            raise self.explained(error, "stream", feed.name, dst, first, call) from error.__cause__
+            raise self.explained(
+                error, "stream", feed.target.name, dst, first, call
+            ) from error.__cause__
         except BaseException:  # an interrupt: the program does not get the stream
             try:
                 feed.end()
@@ -243,12 +245,12 @@ class Caller:
 
     def stream_ended(self, feed: Feed) -> None:
         """Forget a stream. Idempotent."""
-        self.open_streams.pop(feed.request_id, None)
+        self.open_streams.pop(feed.target.request_id, None)
         if feed.offer is not None:
             feed.offer.end()
-        self._allowance.give_back(feed.request_id)
+        self._allowance.give_back(feed.target.request_id)
         if feed.call is not None:
-            feed.call.ended(feed.request_id)
+            feed.call.ended(feed.target.request_id)
 
     def wait_for_item(
         self, feed: Feed, drive: Callable[[Deadline], bool], deadline: Deadline
@@ -265,10 +267,12 @@ class Caller:
         deadline = feed.total
         if isinstance(error, DeadlineExceededError) and not error.is_explained:
             deadline = Deadline(error.limit, deadline.clock)
-            number = feed.request_id
-            explain = self._inquiries.explain_late(feed.dst, [number], error.limit)
-            explain(error, number, feed.name)
-        error = self.explained(error, "stream", feed.name, feed.dst, deadline, feed.call)
+            number = feed.target.request_id
+            explain = self._inquiries.explain_late(feed.target.dst, [number], error.limit)
+            explain(error, number, feed.target.name)
+        error = self.explained(
+            error, "stream", feed.target.name, feed.target.dst, deadline, feed.call
+        )
         error.op = f"{error.op} after {count} items"
         return error
 

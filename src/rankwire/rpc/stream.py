@@ -51,6 +51,14 @@ class StreamLimits(NamedTuple):
 WINDOW, WINDOW_NBYTES, UNREAD = 64, 64 << 20, 3600.0
 
 
+class Target(NamedTuple):
+    """Which call a stream is."""
+
+    dst: int
+    name: str
+    request_id: int
+
+
 class Feed:
     """What arrives of one stream. For one reader at a time; ``on_reply`` runs in any thread.
 
@@ -70,13 +78,13 @@ class Feed:
     def __init__(
         self,
         caller: Caller,
-        target: tuple[int, str, int],
+        target: Target,
         call: Call | None,
         total: Deadline,
         limits: StreamLimits,
     ) -> None:
         self.caller = caller
-        self.dst, self.name, self.request_id = target
+        self.target = target
         self.call = call  # the call that was being served when this one was made
         self.total = total
         self.taken: deque[Payload] = deque()
@@ -89,11 +97,11 @@ class Feed:
     @property
     def made(self) -> MadeCall:
         """The stream as a call in flight."""
-        return MadeCall(self.caller.port, self.dst, self.name, self.reply)
+        return MadeCall(self.caller.port, self.target.dst, self.target.name, self.reply)
 
     @property
     def _envelope(self) -> Envelope:
-        return self.reply.envelope[0], _ITEM, self.request_id
+        return self.reply.envelope[0], _ITEM, self.target.request_id
 
     def on_reply(self, reply: Receive) -> None:
         """Wake the thread that waits for an item: none will come."""
@@ -145,7 +153,7 @@ class Feed:
                 drive = partial(inbox.drive, receive)
                 is_late = not self.caller.wait_for_item(self, drive, deadline)
             if is_late and inbox.withdraw(receive):
-                raise DeadlineExceededError(deadline.limit, waiting_for=[self.dst])
+                raise DeadlineExceededError(deadline.limit, waiting_for=[self.target.dst])
             return receive.move_to(self.taken)
         except RankwireError:
             raise
@@ -183,7 +191,7 @@ class Feed:
                 inbox.withdraw(receive)
             else:
                 self._until = deadline
-                self.caller.port.attend_to(self.dst, reply)
+                self.caller.port.attend_to(self.target.dst, reply)
                 await done
             if type(receive.error) is DeadlineExceededError:
                 raise receive.error
@@ -212,7 +220,7 @@ class Feed:
             error.is_explained = True
             self.made.give_up(error)
         elif until is not None:
-            error = DeadlineExceededError(until.limit, waiting_for=[self.dst])
+            error = DeadlineExceededError(until.limit, waiting_for=[self.target.dst])
             self.reply.inbox.abort(awaited, error)
 
     def end(self, *, expired: bool = False) -> None:
@@ -224,7 +232,7 @@ class Feed:
         self.taken.clear()
         self.caller.stream_ended(self)
         if reply is not None and not reply.done:
-            self.caller.port.cancel(self.dst, self.request_id, expired=expired)
+            self.caller.port.cancel(self.target.dst, self.target.request_id, expired=expired)
 
 
 class Stream(PublicDir, Generic[T]):
@@ -241,12 +249,13 @@ class Stream(PublicDir, Generic[T]):
         closed: Whether the stream has ended.
     """
 
+    closed = True  # until it is made
     _SHOWN = ("aclose", "close", "closed", "count", "dst", "name")
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self.dst = feed.dst
-        self.name = feed.name
+        self.dst = feed.target.dst
+        self.name = feed.target.name
         self._items: deque[T] = deque()
         self._nbytes = 0  # of the messages that were decoded
         self.count = 0
@@ -355,7 +364,7 @@ class Stream(PublicDir, Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        if not self.closed:
             hand_over(self._feed.end)
 
     def __repr__(self) -> str:

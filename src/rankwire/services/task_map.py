@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from rankwire.finalizers import hand_over
 from rankwire.progress import Progress
@@ -157,8 +157,11 @@ class TaskMap(PublicDir, Generic[T, R]):
         self.close()
 
     def __del__(self) -> None:
-        run: Any = self.__dict__.get("_run")
-        if run is not None and not run.closed:
+        try:
+            run = self._run
+        except AttributeError:  # an interrupt ended its making
+            return
+        if not run.closed:
             hand_over(run.close)
 
     def __repr__(self) -> str:
