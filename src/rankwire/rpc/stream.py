@@ -125,10 +125,14 @@ class Feed:
         window.granted = credit
 
     def begin_wait(self) -> Deadline:
-        """Grant what was taken; return the deadline of the next item."""
+        """Grant more once half of the window is taken; return the deadline of the next item.
+
+        A producer without credit has a reader that has taken all of the window.
+        """
         deadline = self.total.sooner(self._limits.timeout)
         self._unread = Deadline(self._limits.unread, self.total.clock)
-        self.grant(deadline)
+        if self.window.is_half_taken:
+            self.grant(deadline)
         return deadline
 
     # -- waiting -----------------------------------------------------------------------------------
