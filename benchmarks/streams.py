@@ -29,7 +29,7 @@ from benchmarks.command import progress_bar
 from benchmarks.processes import die_with_parent, free_address
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20}
-COUNTS = {"1 KiB": 5_000, "1 MiB": 1_000}  # items of one stream; streams follow until the time is up
+COUNTS = {"1 KiB": 5_000, "1 MiB": 1_000}  # of one stream; more follow until the time is up
 
 
 def make_items(size: str) -> Iterator[Any]:
