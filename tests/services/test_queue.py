@@ -439,6 +439,8 @@ def test_an_interrupt_in_a_put_leaves_the_queue_as_it_was_or_with_the_item():
         assert every_interrupt(run, step=3) >= 5
 
 
+# An interrupt that comes in ``__del__`` is not raised.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_in_a_slot_or_batch_gives_both_back():
     with simulated_world(2) as world, agents_of(world) as agents:
         owner = agents[0].queue("q", capacity=8)

@@ -212,6 +212,8 @@ class ServedCall(Call):
             return self._server.replies.closed(began=began)
         if self.expired:
             detail = "it was cut short there by its limit" if began else "it was not run"
+            if self.deferred is not None and hasattr(self.deferred.future, "doing"):
+                detail += f"; it {self.deferred.future.doing}"
             return self._server.replies.late(detail, began=began)
         return self._server.replies.unwanted()
 

@@ -174,8 +174,10 @@ class QueueRequests:
         except BaseException:  # interrupted
             self.give_back(request)
             raise
-        if answer is not None and f"waits in queue {self.name!r}" not in error.detail:
-            error.explain(answer[1])  # the owner had ended it before it was asked for a reason
+        waits = f"waits in queue {self.name!r}"
+        if answer is not None and waits not in error.detail:
+            # The owner had ended it before it was asked for a reason.
+            error.explain(f"it {waits}: {answer[1]}")
         return answer
 
     def _withdrawn(self, request: Request) -> list[Any] | None:

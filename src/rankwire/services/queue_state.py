@@ -215,7 +215,8 @@ class QueueState:
         self._advance()
 
     def _advance(self) -> None:
-        while self._serve_get() or self._admit_put():
+        # First what has a place, so that a get that takes many has many to take.
+        while self._admit_put() or self._serve_get():
             pass  # each may be what the other waits for
 
     def _serve_get(self) -> bool:
@@ -272,12 +273,11 @@ class QueueState:
         return QueueOutcome.FULL if self.settings.when_full == "refuse" else None
 
     def _needs_slot(self) -> bool:
-        least = next((get.least for get in self.gets.values()), 0)
-        return least > self.supply.available(has_ended=False) + len(self.slots)
+        return self._first_least() > self.supply.available(has_ended=False) + len(self.slots)
 
     def _admit_item(self, put: Put) -> QueueOutcome | None:
         item = put.items[0]
-        if not self.gets:  # what a get waits for is always accepted
+        if not self._is_needed():  # what a get waits for is always accepted
             if self.supply.runs_ahead:
                 return None
             if not self.supply.has_place(len(self.slots), item.nbytes):
@@ -287,6 +287,13 @@ class QueueState:
         if not item.is_dropped:
             self.supply.insert(item)
         return QueueOutcome.DONE
+
+    def _is_needed(self) -> bool:
+        return self._first_least() > self.supply.available(has_ended=False)
+
+    def _first_least(self) -> int:
+        """Return how many items are enough for the first get; 0 if none waits."""
+        return next((get.least for get in self.gets.values()), 0)
 
     def _end_get(self, ticket: Ticket) -> None:
         del self.gets[ticket]
