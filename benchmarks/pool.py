@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 import rankwire
 
 WORKERS = 3
-CHUNKS = (16, 64, 256)
+CHUNKS = (16, 64, 256, 1024)
 DEPTHS = (2, 8)
 
 

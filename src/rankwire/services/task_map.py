@@ -80,14 +80,17 @@ class MapRun(Generic[T, R]):
         items, last = (task.args[0], task.count) if task.count else (task.args, 1)
         values = [value] if not task.count else [None] * last if error is not None else value
         index = task.index
-        for place, item in enumerate(items):
-            failure = error if error is not None or not errors else errors.get(place)
+        left = last
+        for item, one in zip(items, values, strict=True):
+            failure = errors.get(last - left) if errors else error
+            left -= 1
             self.count += 1
             if note is not None:
                 note(failed=failure is not None)
-            if place == last - 1:
+            if not left:
                 self.pool.give_out(self._take)  # before the program works on the outcome
-            yield TaskOutcome(index + place, item, rank, values[place], failure)
+            yield TaskOutcome(index, item, rank, one, failure)
+            index += 1
 
     def _take(self) -> PoolTask | None:
         """Return the task of the next call; None if there is none, or too many are ahead."""
