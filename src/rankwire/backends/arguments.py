@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rankwire.codec.arrays import ADVICE_FOR_MASKED, holds_references, is_masked
 from rankwire.errors import ConfigurationError, InvalidRankError, InvalidWorldSizeError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rankwire.backends.base import Backend
     from rankwire.backends.roles import Roles
 
+Ranks: TypeAlias = Iterable[int | str] | str | None  # numbers and names; None for all
 Sendable = Buffer | Sequence[Buffer]
 _MAX_TAG = (1 << 64) - 1
 
@@ -54,9 +55,7 @@ def check_rank(rank: int | str, world_size: int, roles: Roles | None = None) -> 
     return index
 
 
-def check_ranks(
-    ranks: Iterable[int | str] | str | None, world_size: int, roles: Roles | None = None
-) -> list[int]:
+def check_ranks(ranks: Ranks, world_size: int, roles: Roles | None = None) -> list[int]:
     """Return ranks as plain integers, each once, in the given order; None means all ranks.
 
     With ``roles``, names of ranks and roles may stand for ranks, alone or in place of an item.

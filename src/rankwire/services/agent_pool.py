@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
-from rankwire.backends.arguments import as_index, check_ranks
+from rankwire.backends.arguments import Ranks, as_index, check_ranks
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.progress import OnProgress, Progress
@@ -35,7 +35,7 @@ class AgentPool(AgentCalls):
         function: str,
         tasks: Iterable[T],
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         depth: int = _DEPTH,
         chunk: int = 1,
         ordered: bool = False,
@@ -51,7 +51,7 @@ class AgentPool(AgentCalls):
         function: Callable[[T], Later[R]],
         tasks: Iterable[T],
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         depth: int = _DEPTH,
         chunk: int = 1,
         ordered: bool = False,
@@ -67,7 +67,7 @@ class AgentPool(AgentCalls):
         function: Callable[[T], R],
         tasks: Iterable[T],
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         depth: int = _DEPTH,
         chunk: int = 1,
         ordered: bool = False,
@@ -82,7 +82,7 @@ class AgentPool(AgentCalls):
         function: Any,
         tasks: Iterable[Any],
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         depth: int = _DEPTH,
         chunk: int = 1,
         ordered: bool = False,
@@ -103,7 +103,7 @@ class AgentPool(AgentCalls):
                 name. It is called with the task as its only argument.
             tasks: Any iterable. It is read in this thread, while you iterate, and at most ``depth``
                 tasks (times ``chunk``) for each rank ahead of the outcomes that you have taken.
-            ranks: The ranks that work; None is all others, or this one if it is alone.
+            ranks: The ranks that work, or names; None is all others, or this one if it is alone.
             depth: How many calls a rank has at once: with two, the next task is there when one
                 ends. The rank's agent runs up to ``workers`` of them at once.
             chunk: Tasks for each call. They run one after the other, and each has its own outcome.
@@ -147,8 +147,8 @@ class AgentPool(AgentCalls):
 
     def executor(
         self,
+        ranks: Ranks = None,
         *,
-        ranks: Iterable[int] | None = None,
         depth: int = _DEPTH,
         timeout: float | None = None,
         retries: int = _RETRIES,
@@ -178,7 +178,7 @@ class AgentPool(AgentCalls):
     def _pool(
         self,
         op: str,
-        ranks: Iterable[int] | None,
+        ranks: Ranks,
         depth: int,
         retries: int,
         timeout: float | None,
@@ -196,7 +196,8 @@ class AgentPool(AgentCalls):
         call = serving.get() if is_nested else None
         terms = Terms(op, limit, depth, retries, hedge_after, call)
         run_soon = self._server.run_soon
-        return TaskPool(self._caller, self.backend, run_soon, check_ranks(ranks, world_size), terms)
+        chosen = check_ranks(ranks, world_size, self.backend.roles)
+        return TaskPool(self._caller, self.backend, run_soon, chosen, terms)
 
 
 def _check_count(name: str, value: int, *, least: int = 1) -> int:

@@ -31,7 +31,7 @@ class AgentQueues(Agent):
         self,
         name: str,
         *,
-        owner: int = 0,
+        owner: int | str = 0,
         capacity: int | None = None,
         capacity_nbytes: int = 256 << 20,
         when_full: str = "block",
@@ -50,7 +50,7 @@ class AgentQueues(Agent):
 
         Args:
             name: Its name at its owner.
-            owner: The rank that has the items.
+            owner: The rank that has the items, or its name.
             capacity: How many items and slots it has room for. It may have more items while a get
                 waits for more than that, and after items came back.
             capacity_nbytes: How many bytes of items; one item of any size always fits.
@@ -72,7 +72,7 @@ class AgentQueues(Agent):
             ConfigurationError: A setting is invalid, or differs from the queue's.
             DeadlineExceededError: No rank has made the queue in time.
         """
-        owner = check_rank(owner, self.world_size)
+        owner = check_rank(owner, self.world_size, self.backend.roles)
         settings = None
         if capacity is not None:
             ranks = tuple(check_rank(rank, self.world_size) for rank in producers)

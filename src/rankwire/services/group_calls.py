@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-from rankwire.backends.arguments import check_ranks
+from rankwire.backends.arguments import Ranks, check_ranks
 from rankwire.deadline import Deadline
 from rankwire.errors import ConfigurationError
 from rankwire.rpc.agent_calls import AgentCalls
@@ -49,11 +49,11 @@ class AgentGroupCalls(AgentCalls):
         function: str,
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: None = None,
         need: int | None = None,
-        collect: Iterable[int] | None = None,
+        collect: Ranks = None,
         partial: bool = False,
         **kwargs: Any,
     ) -> GroupResult[Any]: ...
@@ -63,11 +63,11 @@ class AgentGroupCalls(AgentCalls):
         function: Callable[..., Later[R]],
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: None = None,
         need: int | None = None,
-        collect: Iterable[int] | None = None,
+        collect: Ranks = None,
         partial: bool = False,
         **kwargs: Any,
     ) -> GroupResult[R]: ...
@@ -77,11 +77,11 @@ class AgentGroupCalls(AgentCalls):
         function: Callable[..., R],
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: None = None,
         need: int | None = None,
-        collect: Iterable[int] | None = None,
+        collect: Ranks = None,
         partial: bool = False,
         **kwargs: Any,
     ) -> GroupResult[R]: ...
@@ -91,11 +91,11 @@ class AgentGroupCalls(AgentCalls):
         function: Any,
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: str | Combine,
         need: int | None = None,
-        collect: Iterable[int] | None = None,
+        collect: Ranks = None,
         partial: bool = False,
         **kwargs: Any,
     ) -> Any: ...
@@ -121,7 +121,8 @@ class AgentGroupCalls(AgentCalls):
         Args:
             function: A name registered there, or a function registered here under the same name.
             *args: Positional arguments, the same for all ranks.
-            ranks: The ranks to call, each once; None is all ranks, this one included.
+            ranks: The ranks to call, each once, or names, such as ``"rollout"``; None is all ranks,
+                this one included.
             timeout: Seconds for all of it; None is the agent's timeout.
             reduce: ``"sum"``, ``"mean"``, ``"prod"``, ``"max"``, ``"min"``, or a function of two
                 values: return the combined value. The order in which the values are combined
@@ -160,11 +161,11 @@ class AgentGroupCalls(AgentCalls):
     def to_all(
         self,
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: None = None,
         need: int | None = None,
-        collect: Iterable[int] | None = None,
+        collect: Ranks = None,
         partial: bool = False,
         args_of: ArgsOf | None = None,
     ) -> GroupFunctions: ...
@@ -172,7 +173,7 @@ class AgentGroupCalls(AgentCalls):
     def to_all(
         self,
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: str | Combine,
         need: int | None = None,
@@ -183,7 +184,7 @@ class AgentGroupCalls(AgentCalls):
     def to_all(
         self,
         *,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         reduce: str | Combine,
         need: int | None = None,
@@ -216,12 +217,13 @@ class AgentGroupCalls(AgentCalls):
         Raises:
             ConfigurationError: An argument is invalid.
         """
-        members = check_ranks(ranks, self.backend.world_size)
+        size, roles = self.backend.world_size, self.backend.roles
+        members = check_ranks(ranks, size, roles)
         if need is not None and not (type(need) is int and 1 <= need <= len(members)):
             raise ConfigurationError(f"need is a number from 1 to {len(members)}, not {need!r}")
         if reduce is not None:
             combiner(reduce)
-        wanted = None if collect is None else check_ranks(collect, self.backend.world_size)
+        wanted = None if collect is None else check_ranks(collect, size, roles)
         if wanted is not None:
             if reduce is not None or need is not None or args_of is not None:
                 raise ConfigurationError("collect= goes with none of reduce=, need= and args_of=")
@@ -243,7 +245,7 @@ class AgentGroupCalls(AgentCalls):
         function: str,
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Iterator[tuple[int, Any]]: ...
@@ -253,7 +255,7 @@ class AgentGroupCalls(AgentCalls):
         function: Callable[..., Later[R]],
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Iterator[tuple[int, R]]: ...
@@ -263,7 +265,7 @@ class AgentGroupCalls(AgentCalls):
         function: Callable[..., R],
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Iterator[tuple[int, R]]: ...
@@ -272,7 +274,7 @@ class AgentGroupCalls(AgentCalls):
         function: Any,
         /,
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Iterator[tuple[int, Any]]:
@@ -293,7 +295,7 @@ class AgentGroupCalls(AgentCalls):
         """
         self._check_keywords(function, {"ranks": ranks, "timeout": timeout})
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit
-        members = check_ranks(ranks, self.backend.world_size)
+        members = check_ranks(ranks, self.backend.world_size, self.backend.roles)
         name, deadline, call = self._prepare(function, limit)
         settings = members, None, None, None, False, None
         return self._groups.start(GroupCall(*settings, name, args, kwargs, deadline, call))

@@ -62,6 +62,20 @@ def a_role_stops_serving(make_world: MakeWorld) -> None:
         assert [trainer.stopped, *(rollout.stopped for rollout in rollouts)] == [False, True, True]
 
 
+def a_role_stands_for_its_ranks_in_group_calls_pools_and_queues(make_world: MakeWorld) -> None:
+    with _named_agents(make_world) as agents:
+        trainer = agents[0]
+        for agent in agents:
+            agent.register("square", lambda number=3: number * number)
+        assert trainer.call_all("square", ranks="rollout").values == {1: 9, 2: 9}
+        with trainer.map("square", range(5), ranks="rollout", ordered=True) as outcomes:
+            assert [outcome.value for outcome in outcomes] == [0, 1, 4, 9, 16]
+        with trainer.executor("rollout") as executor:
+            assert executor.submit("square", 4).result() == 16
+        queue = trainer.queue("q", owner="rollout/1")
+        assert queue.owner == 2
+
+
 def an_error_has_the_name_of_its_peer(make_world: MakeWorld) -> None:
     def fail() -> None:
         call = current_call()
