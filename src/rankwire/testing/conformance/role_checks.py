@@ -72,7 +72,7 @@ def a_role_stands_for_its_ranks_in_group_calls_pools_and_queues(make_world: Make
             assert [outcome.value for outcome in outcomes] == [0, 1, 4, 9, 16]
         with trainer.executor("rollout") as executor:
             assert executor.submit("square", 4).result() == 16
-        queue = trainer.queue("q", owner="rollout/1")
+        queue = trainer.queue("q", owner="rollout/1", capacity=1)
         assert queue.owner == 2
 
 
