@@ -256,18 +256,19 @@ class AgentCalls:
         return AsyncRemoteObject(Interface(interface, name), description, start, start)
 
     def _call_to(self, dst: int, limit: float) -> MakeCall:
-        def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name, deadline, serving_call = self._prepare(function, limit)
-            return self._caller.call(dst, name, deadline, serving_call, args, kwargs)
+        # A stack shows this name.
+        def rpc_sync(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name, deadline, call = self._prepare(function, limit)
+            return self._caller.call(dst, name, deadline, call, args, kwargs)
 
-        return call
+        return rpc_sync
 
     def _start_to(self, dst: int, limit: float) -> MakeCall:
-        def start(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name, deadline, serving_call = self._prepare(function, limit)
-            return self._caller.start(dst, name, deadline, serving_call, args, kwargs)
+        def rpc_async(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name, deadline, call = self._prepare(function, limit)
+            return self._caller.start(dst, name, deadline, call, args, kwargs)
 
-        return start
+        return rpc_async
 
     def _settings(self, dst: int | str, timeout: float | None) -> tuple[int, float, str]:
         limit = self.timeout if timeout is None else Deadline(timeout, self._clock).limit

@@ -182,7 +182,7 @@ class AgentStreams(AgentCalls):
         total = math.inf if total_timeout is None else Deadline(total_timeout, self._clock).limit
         dst = check_rank(dst, self.backend.world_size, self.backend.roles)
 
-        def start(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
+        def stream(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
             name = function if type(function) is str else self._registry.name_of(function)
             call = serving.get()
             deadline = self._limited(total, call)
@@ -190,8 +190,8 @@ class AgentStreams(AgentCalls):
 
         description = f"rank {dst}, each item within {limit:g} s"
         if interface is None and name is None:
-            return StreamRank(start, description)
-        return RemoteObject(Interface(interface, name), description, start, start)
+            return StreamRank(stream, description)
+        return RemoteObject(Interface(interface, name), description, stream, stream)
 
     def _items_of(self, call: Call, src: int, place: tuple[int, int]) -> Stream[Any]:
         """Request the items of an iterator that is an argument of ``call``."""
