@@ -176,10 +176,11 @@ def test_nothing_is_left_wherever_an_interrupt_falls():
         def run(interrupting):
             with contextlib.suppress(Interrupt), interrupting:
                 list(agents[0].map("work", range(2)))
-            gc.collect()
+            if not is_quiet(agents[0]):  # the frames of an error may hold it in a cycle
+                gc.collect()
             eventually(lambda: is_quiet(agents[0]))
 
-        every_interrupt(run, step=5)
+        every_interrupt(run, step=9)
         assert [outcome.value for outcome in agents[0].map("work", [5])] == [5]
 
 
