@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH := .venv-bench
+PEERS := .venv-peers
 DOCS := .venv-docs
 N ?= 4
 # A third of the seconds of a test is the processor's, the rest is waiting (measured over the suite:
@@ -18,7 +19,7 @@ TORCH_TESTS := tests/codec/test_tensors.py \
 	tests/collectives/test_tensor_operands.py tests/collectives/test_gloo_equality.py \
 	tests/rendezvous/test_schedulers.py tests/torch_programs
 
-.PHONY: help demo test test-all test-loaded check bench test-torch test-torch-suites docs what-we-hold nightly format clean
+.PHONY: help demo test test-all test-loaded check bench bench-services test-torch test-torch-suites docs what-we-hold nightly format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +36,11 @@ $(VENV)/can-check: $(VENV)/ready
 $(BENCH)/ready: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	touch $@
+
+$(PEERS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,peers]'
 	touch $@
 
 $(DOCS)/ready: pyproject.toml
@@ -69,6 +75,12 @@ bench: $(BENCH)/ready  ## measure against the peers, side by side; renews the ta
 	$(BENCH)/bin/python -m benchmarks.torch_rpc
 	$(BENCH)/bin/python -m benchmarks.update_pages
 
+bench-services: $(PEERS)/ready  ## measure streams, group calls, pools and queues against Ray, gRPC and torch (6 minutes)
+	$(PEERS)/bin/python -m benchmarks.streams
+	$(PEERS)/bin/python -m benchmarks.group_calls
+	$(PEERS)/bin/python -m benchmarks.pool
+	$(PEERS)/bin/python -m benchmarks.queues
+
 test-torch: $(BENCH)/ready  ## run the tests that need torch
 	$(RETRY) $(BENCH)/bin/pytest $(TORCH_TESTS)
 
@@ -93,4 +105,4 @@ format: $(VENV)/can-check  ## format the code
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(BENCH) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(PEERS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
