@@ -14,6 +14,7 @@ WITHOUT_OWN_TEST = {
 # Tested under another name, because pytest wants unique names or one file shows two modules.
 SHOWN_IN = {
     "error_base": "test_errors.py",
+    "progress": "test_map_progress.py",
     "rendezvous/world_watch": "rendezvous/test_coordinator.py",
     "interrupts": "test_interrupt_steps.py",
     "backends/posting": "backends/test_handles.py",
