@@ -29,7 +29,7 @@ from rankwire.services.rpc_agent import RpcAgent
 from rankwire.services.task_map import TaskMap
 from rankwire.task_outcome import TaskOutcome
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from rankwire.backends.faults import FaultPlan
