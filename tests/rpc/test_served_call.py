@@ -56,8 +56,8 @@ class FakeCalls(dict):
     def __init__(self):
         self.late = []
 
-    def remember_late(self, call, error):
-        self.late.append((call, error))
+    def remember_late(self, call, doing):
+        self.late.append((call, doing))
 
 
 class FakeServer:
@@ -218,8 +218,9 @@ def test_why_a_call_failed_after_its_deadline_is_remembered(server):
 
     call = server.serve(fail, timeout=0.01)
     call.run(WORKER)
-    ((late, error),) = server.active.late
-    assert (late, str(error)) == (call, "too late to be told")
+    ((late, doing),) = server.active.late
+    assert late is call
+    assert doing == "failed too late with ValueError: too late to be told"
     with pytest.raises(DeadlineExceededError) as info:
         server.result()
     assert info.value.may_have_run

@@ -214,7 +214,7 @@ def test_items_that_a_loop_does_not_reach_go_back(queues):
 def test_a_rank_waits_until_another_makes_the_queue(agents):
     opening = Running(agents[2].queue, "later")
     with pytest.raises(DeadlineExceededError, match="until a rank makes queue 'later'"):
-        agents[1].queue("later", timeout=0.05)
+        agents[1].queue("later", timeout=0.3)
     made = agents[1].queue("later", capacity=7, order="uniform", producers=[1, 2])
     assert opening.result().settings == made.settings
     assert made.settings["producers"] == (1, 2)

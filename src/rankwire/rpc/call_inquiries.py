@@ -18,7 +18,6 @@ from rankwire.mesh.call_port import CallPort
 from rankwire.observe.inquiry import calls_of
 from rankwire.observe.stacks import place_awaited, place_of
 from rankwire.rpc.call import Call
-from rankwire.rpc.messages import describe_error
 from rankwire.rpc.pool import JobQueue
 from rankwire.texts import one_of
 from rankwire.wire.control_messages import ActiveCall, Key
@@ -113,11 +112,10 @@ class ServedCalls(dict[tuple[int, int], "ServedCall"]):
     def _key(self, job: ServedCall) -> Key:
         return Key(self._rank, self.world[job.src], job.incoming.request_id)
 
-    def remember_late(self, job: ServedCall, error: BaseException) -> None:
-        """Keep the error of a call that failed after its deadline, for a caller that asks."""
+    def remember_late(self, job: ServedCall, doing: str) -> None:
+        """Keep what a call did that ended after its deadline, for a caller that asks."""
         key, age = self._key(job), job.deadline.waited
-        text = f"failed too late with {describe_error(error)}"
-        self._late[key] = ActiveCall(key, job.name, age, depth=job.depth, doing=text)
+        self._late[key] = ActiveCall(key, job.name, age, depth=job.depth, doing=doing)
         while len(self._late) > _LATE_CALLS:
             self._late.pop(next(iter(self._late)), None)
 

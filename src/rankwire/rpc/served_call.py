@@ -20,7 +20,7 @@ from rankwire.fork import guard
 from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.call import Call, MadeCall, serving
 from rankwire.rpc.item_sender import SMALL_REPLY
-from rankwire.rpc.messages import Outcome, Request
+from rankwire.rpc.messages import Outcome, Request, describe_error
 from rankwire.rpc.pool import SLOW
 from rankwire.rpc.registry import Function
 from rankwire.rpc.reservations import SMALL_NBYTES
@@ -204,7 +204,8 @@ class ServedCall(Call):
         if isinstance(error, CallCancelledError) and self._server.is_stopping:
             return self._cancelled_reply(began=True)
         if self.deadline.expired:
-            self._server.active.remember_late(self, error)
+            doing = f"failed too late with {describe_error(error)}"
+            self._server.active.remember_late(self, doing)
         return self._server.replies.error(error)
 
     def _cancelled_reply(self, *, began: bool) -> Message:
@@ -213,7 +214,9 @@ class ServedCall(Call):
         if self.expired:
             detail = "it was cut short there by its limit" if began else "it was not run"
             if self.deferred is not None and hasattr(self.deferred.future, "doing"):
-                detail += f"; it {self.deferred.future.doing}"
+                doing = self.deferred.future.doing
+                detail += f"; it {doing}"
+                self._server.active.remember_late(self, doing)
             return self._server.replies.late(detail, began=began)
         return self._server.replies.unwanted()
 
