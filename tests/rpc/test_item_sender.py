@@ -10,6 +10,7 @@ from rankwire.mesh.calls import IncomingCall
 from rankwire.rpc.item_sender import ItemSender
 from rankwire.rpc.messages import decode_items, encode_items
 from rankwire.wire.credit import Credit
+from rankwire.wire.mailbox import KeptMessages
 from real_time import Deadline
 
 CODEC = Codec()
@@ -27,12 +28,18 @@ class Port:
 
     def __init__(self):
         self.frames = []
-        self.is_full = False
+        self.sizes = []
+        self.is_full = self.is_half_full = False
 
     def reply(self, call, message, deadline, hold, channel):
         if self.is_full:
             raise DeadlineExceededError(deadline.limit)
+        self.sizes.append(message[1])
         self.frames.append(decode_items(CODEC, bytearray().join(message[0]), 0))
+        if self.is_half_full:  # the connection sends the rest
+            error = DeadlineExceededError(deadline.limit)
+            error.may_have_arrived = True
+            raise error
 
 
 def sender():
@@ -106,5 +113,31 @@ def test_collected_items_count_against_the_credit():
     assert not items.may_send(credit)
     items, _ = sender()
     items.add(b"x" * 3000, Deadline(1.0), is_prompt=True)
-    assert items.may_send(Credit(10, 3001))
+    assert items.may_send(Credit(10, 3100))
     assert not items.may_send(Credit(10, 3000))
+
+
+@given(st.lists(st.tuples(values, st.booleans())), st.integers(1, 300))
+def test_the_reader_keeps_all_that_a_producer_sends_within_its_credit(steps, window_nbytes):
+    items, port = sender()
+    kept = KeptMessages(1000, window_nbytes)
+    for value, is_prompt in steps:
+        if not items.may_send(Credit(1000, window_nbytes)):
+            break
+        items.add(value, Deadline(1.0), is_prompt=is_prompt)
+    items.flush(Deadline(1.0))
+    for nbytes in port.sizes:
+        assert kept.has_room
+        kept.append(bytearray(nbytes))
+        kept.nbytes += nbytes
+
+
+@pytest.mark.parametrize("value", [b"x" * 10, [1, 2]])
+def test_an_item_of_which_a_part_has_left_is_not_sent_again(value):
+    items, port = sender()
+    port.is_half_full = True
+    items.add(value, Deadline(1.0), is_prompt=False)
+    port.is_half_full = False
+    items.flush(Deadline(1.0))
+    assert not items.flush_late()
+    assert port.frames == [[value]]

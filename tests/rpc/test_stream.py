@@ -24,7 +24,7 @@ from rankwire.errors import (
     RankwireError,
     RemoteError,
 )
-from rankwire.rpc.served_stream import ServedStreams
+from rankwire.rpc.served_stream import Phase, ServedStreams
 from rankwire.testing import simulated_world, tcp_world
 from rpc.agents import agents_of
 from worlds import PATIENCE, Running, eventually, process_world, runtime_folder_of_its_own
@@ -218,6 +218,95 @@ def test_a_million_items_that_nobody_reads_end_with_their_limit(pair):
         assert f"after {stream.count} items" in str(info.value)
         assert stream.count <= 65
     ended(pair)
+
+
+def test_a_reader_that_takes_items_slowly_is_not_taken_for_one_that_reads_nothing(pair):
+    reader, _ = pair
+    came = []
+    for number in reader.to_stream(1, unread_timeout=0.5)("p.count", 12):
+        came.append(number)
+        time.sleep(0.1)  # all of them came in one message
+    assert came == list(range(12))
+    ended(pair)
+
+
+def test_an_item_held_for_the_next_one_leaves_although_all_threads_sleep(pair):
+    reader, callee = pair
+    go_on = threading.Event()
+
+    def pairs():
+        for _ in range(2):
+            time.sleep(0.5)  # the standby falls asleep
+            yield "first"
+            yield "second"  # at once: it waits for another one
+        go_on.wait(PATIENCE)
+
+    callee.register("pairs", pairs)
+    stream = reader.stream(1, "pairs", timeout=2.0)
+    try:
+        assert [next(stream) for _ in range(4)] == ["first", "second"] * 2
+    finally:
+        go_on.set()
+        stream.close()
+    ended(pair)
+
+
+def test_a_stream_that_is_refused_when_it_continues_ends_its_generator(pair, monkeypatch):
+    reader, callee = pair
+    stream = reader.stream(1, "p.count", 100, window=2)
+    assert next(stream) == 0
+    (served,) = callee._server.streams._open
+    eventually(lambda: served.is_suspended)
+    served._phase = Phase.DUE  # a grant came, and the queue is full
+    served.refuse("4096 calls are waiting")
+    with pytest.raises(OverloadedError, match="4096 calls"):
+        list(stream)
+    ended(pair)
+
+
+def test_an_iterator_that_is_empty_or_has_no_truth_is_closed(pair):
+    class Items:
+        closed = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return 1
+
+        def __len__(self):
+            raise TypeError("no length")
+
+        def close(self):
+            Items.closed += 1
+
+    reader, callee = pair
+    callee.register("items", Items)
+    with reader.stream(1, "items", window=2) as stream:
+        assert next(stream) == 1
+    eventually(lambda: Items.closed == 1)
+    ended(pair)
+
+
+def test_a_generator_that_ends_slowly_does_not_hold_up_the_end_of_its_agent(pair):
+    reader, callee = pair
+    go_on = threading.Event()
+
+    def slow():
+        try:
+            while True:
+                yield 1
+        finally:
+            go_on.wait(PATIENCE)
+
+    callee.register("slow", slow)
+    stream = reader.stream(1, "slow", window=1)
+    assert next(stream) == 1
+    began = time.monotonic()
+    callee.close(grace=0.0)
+    assert time.monotonic() - began < 5.0
+    go_on.set()
+    stream.close()
 
 
 def test_a_rank_has_at_most_so_many_streams_open(pair, monkeypatch):

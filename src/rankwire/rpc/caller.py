@@ -226,12 +226,15 @@ class Caller:
                 dst, request_id, name, first, call, args, kwargs, message, None, feed
             )
             self.open_streams[request_id] = feed
+            self._server.pool.expect_work()  # the standby looks after late and unread streams
             if call is not None:
                 call.began(feed.made)
             feed.grant(first)
             return Stream(feed)
         except RankwireError as error:
             feed.end()
+            if getattr(error, "may_have_run", False):  # the request may arrive
+                self.port.cancel(dst, request_id)
             raise self.explained(
                 error, "stream", feed.target.name, dst, first, call
             ) from error.__cause__

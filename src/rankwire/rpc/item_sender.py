@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _ITEM = int(Channel.ITEM)
 _COLLECTED = PLAIN | {bytes}
 _LONG = 4096  # bytes and characters of an item that leaves alone
-_NUMBER_NBYTES = 9
+_NUMBER_NBYTES = 16
+_OVERHEAD_NBYTES = 16  # of an item, and its part of a frame's
 # With 32 items of 1 KiB in a frame, an item takes a fifth of the time that it takes alone.
 _MOST_ITEMS, _MOST_NBYTES = 32, 32 << 10
 _HELD_NBYTES = 16 << 10  # a larger item does not wait for the next one
@@ -46,8 +47,9 @@ class ItemSender:
         self._port = port
         self._replies = replies
         self._lock = runtime.Lock()
-        self._collected: deque[Any] = deque()
+        self._collected: deque[tuple[Any, int]] = deque()  # with at least its bytes in a frame
         self._collected_nbytes = 0
+        self.is_holding = False  # whether the standby has to send something
         self._single: Message | None = None  # an item that leaves alone, after those
         self._nbytes = 0  # of the frames that were sent
         self.items = 0
@@ -64,11 +66,12 @@ class ItemSender:
         """
         kind = type(value)
         if kind in _COLLECTED:
-            nbytes = len(value) if kind is bytes or kind is str else _NUMBER_NBYTES
+            nbytes = _most_nbytes(value)
             if nbytes < _LONG:
                 self.items += 1
                 self._collected_nbytes += nbytes
-                self._collected.append(value)
+                self._collected.append((value, nbytes))
+                self.is_holding = True
                 is_full = len(self._collected) >= _MOST_ITEMS
                 if is_full or self._collected_nbytes >= _MOST_NBYTES or not is_prompt:
                     self.flush(deadline)
@@ -76,8 +79,9 @@ class ItemSender:
         message = self._replies.items([value], self._call.src)
         self.items += 1
         self._single = message
-        is_small = message[1] < _HELD_NBYTES
-        self.flush(deadline, hold=is_prompt and is_small)
+        is_held = is_prompt and message[1] < _HELD_NBYTES
+        self.flush(deadline, hold=is_held)
+        self.is_holding = is_held
 
     def add_at_once(self, value: Any) -> bool:
         """Send an item without waiting; if that is impossible, return False: ``flush`` sends it."""
@@ -114,15 +118,38 @@ class ItemSender:
 
     def _send_collected(self, deadline: Deadline) -> None:
         # The lock is held. The generator's thread may append meanwhile.
-        values = [self._collected.popleft() for _ in range(len(self._collected))]
-        nbytes = self._collected_nbytes
+        taken = [self._collected.popleft() for _ in range(len(self._collected))]
+        values = [value for value, _ in taken]
         try:
             self._send(self._replies.items(values, self._call.src), deadline)
         except DeadlineExceededError:
-            self._collected.extendleft(reversed(values))
+            self._collected.extendleft(reversed(taken))
             raise
-        self._collected_nbytes -= nbytes
+        self._collected_nbytes -= sum(nbytes for _, nbytes in taken)
 
     def _send(self, message: Message, deadline: Deadline, *, hold: bool = False) -> None:
-        self._port.reply(self._call, message, deadline, hold, _ITEM)
+        try:
+            self._port.reply(self._call, message, deadline, hold, _ITEM)
+        except DeadlineExceededError as error:
+            if not error.may_have_arrived:
+                raise
+            # A part has left, and the connection sends the rest: it must not be sent again.
         self._nbytes += message[1]
+
+    def discard(self) -> None:
+        """Undo the effects of hooks on an item that was not sent."""
+        if self._single is not None:
+            self._replies.discard(self._single)
+            self._single = None
+
+
+def _most_nbytes(value: Any) -> int:
+    """Return at least the bytes that an item takes in a frame: credit must never be exceeded."""
+    kind = type(value)
+    if kind is bytes:
+        nbytes = len(value)
+    elif kind is str:
+        nbytes = len(value) if value.isascii() else 4 * len(value)
+    else:
+        nbytes = value.bit_length() // 2 if kind is int else _NUMBER_NBYTES
+    return nbytes + _OVERHEAD_NBYTES

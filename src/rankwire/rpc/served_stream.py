@@ -26,7 +26,7 @@ from rankwire.errors import RankwireError
 from rankwire.override import override
 from rankwire.rpc.call import serving
 from rankwire.rpc.item_sender import SMALL_REPLY, ItemSender
-from rankwire.rpc.messages import Request
+from rankwire.rpc.messages import Outcome, Request
 from rankwire.rpc.registry import Function
 from rankwire.rpc.served_call import ServedCall
 from rankwire.wire.credit import Credit
@@ -61,13 +61,14 @@ class ServedStream(ServedCall):
     def __init__(
         self, server: Server, incoming: IncomingCall, request: Request, function: Function
     ) -> None:
-        super().__init__(server, incoming, request, function)
+        # First what is its own: the last step makes it known to other threads.
         self._lock = runtime.Lock()
         self._phase = Phase.SUSPENDED
+        self._wake: Callable[[], None] | None = None  # continues the task of an async generator
         self._granted = Credit()
         self.sender = ItemSender(incoming, server.port, server.replies)
         self._items: Iterator[Any] | None = None
-        self._wake: Callable[[], None] | None = None  # continues the task of an async generator
+        super().__init__(server, incoming, request, function)
         server.streams.add(self)
 
     @property
@@ -146,6 +147,8 @@ class ServedStream(ServedCall):
                     return self._complete()
                 before, now = now, self._server.clock.now()
                 sender.add(value, deadline, is_prompt=now - before < _PROMPT)
+                if sender.is_holding:
+                    self._server.pool.expect_work()  # the standby may sleep
             sender.flush(deadline)
         except BaseException as error:  # it must not end this thread; the reader gets it
             self._close()
@@ -199,11 +202,26 @@ class ServedStream(ServedCall):
             self.sender.flush(self.deadline)
         except RankwireError as error:  # the reply fails for the same reason
             _log.debug("items for rank %d were not sent: %s", self.src, error)
+            self.sender.discard()
         self._server.port.flush()
         if reply[1] > SMALL_REPLY:
             self._send(reply)
         else:
             self._answer_at_once(reply)
+
+    @override
+    def refuse(self, reason: str) -> None:
+        with self._lock:
+            if self._phase is not Phase.DUE:
+                return
+            self._phase = Phase.RUNNING
+        refusal = self._server.replies.refusal(Outcome.OVERLOADED, reason)
+
+        def end() -> None:  # the generator may take long to end
+            self._close()
+            self._end(refusal)
+
+        self._server.run_soon(end)
 
     @override
     def cancel_pending(self) -> None:
@@ -218,7 +236,8 @@ class ServedStream(ServedCall):
             self._phase = Phase.RUNNING
         token = serving.set(self)
         try:
-            reply = self._cut_short() if self._items else self._cancelled_reply(began=False)
+            has_begun = self._items is not None
+            reply = self._cut_short() if has_begun else self._cancelled_reply(began=False)
         finally:
             serving.reset(token)
         self._end(reply)
@@ -343,6 +362,19 @@ class ServedStreams:
     def remove(self, stream: ServedStream) -> None:
         """Forget a stream that has ended."""
         self._open.pop(stream, None)
+
+    def end(self, streams: list[ServedStream], patience: float) -> None:
+        """End generators in a thread of their own, since their ``finally`` may take long."""
+        if not streams:
+            return
+
+        def end() -> None:
+            for stream in streams:
+                stream.cancel_pending()
+
+        thread = runtime.Thread(target=end, name="rankwire-streams", daemon=True)
+        thread.start()
+        self._clock.join(thread, patience)
 
     def check(self) -> bool:
         """End suspended streams whose limit has passed; return whether any may still be late.

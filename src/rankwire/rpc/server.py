@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rankwire")
 
 _STOP_PATIENCE = 0.5
+_STREAM_PATIENCE = 1.0  # seconds for suspended generators to end
 MAX_DEPTH = 32  # of nested calls
 
 
@@ -217,6 +218,9 @@ class Server:
             chain = describe_chain([*request.chain, self._backend.rank, request.name])
             reason = f"calls are nested more than {MAX_DEPTH} deep: {chain}"
             return self.replies.refusal(Outcome.OVERLOADED, reason)
+        if call.is_stream and (call.src, call.request_id) in self.active:
+            reason = f"a call of rank {call.src} with this number is in service"
+            return self.replies.refusal(Outcome.BAD_REQUEST, reason)
         if call.is_stream and not self.streams.has_room(call.src):
             reason = f"rank {call.src} has {self.streams.MOST} streams open here"
             return self.replies.refusal(Outcome.OVERLOADED, reason)
@@ -293,9 +297,14 @@ class Server:
     def end(self, patience: float | None) -> None:
         """Cancel running calls and stop the event loop."""
         self.is_stopping = True
+        suspended = []
         for job in list(self.active.values()):
             job.cancel()
-            job.cancel_pending()
+            if isinstance(job, ServedStream):
+                suspended.append(job)
+            else:
+                job.cancel_pending()
+        self.streams.end(suspended, _STREAM_PATIENCE if patience is None else patience)
         self.event_loop.close(*([] if patience is None else [patience]))
 
     def stop(self, patience: float | None = None, *, quietly: bool = False) -> None:

@@ -93,6 +93,8 @@ class Feed:
         self._unread = Deadline(limits.unread, total.clock)
         self._awaited: Receive | None = None
         self._until: Deadline | None = None  # of a wait in an event loop, which the standby ends
+        self.count = 0  # items that the program has taken
+        self._seen = 0  # the same, when the standby looked
 
     @property
     def made(self) -> MadeCall:
@@ -130,7 +132,7 @@ class Feed:
         A producer without credit has a reader that has taken all of the window.
         """
         deadline = self.total.sooner(self._limits.timeout)
-        self._unread = Deadline(self._limits.unread, self.total.clock)
+        self._seen = -1
         if self.window.is_half_taken:
             self.grant(deadline)
         return deadline
@@ -160,6 +162,8 @@ class Feed:
                 raise DeadlineExceededError(deadline.limit, waiting_for=[self.target.dst])
             return receive.move_to(self.taken)
         except RankwireError:
+            inbox.withdraw(receive)
+            receive.move_to(self.taken)  # if one came just now
             raise
         except BaseException:  # an interrupt: a message that came is kept
             try:
@@ -214,11 +218,18 @@ class Feed:
         until = self._until
         if until is not None:
             return until.expired
-        return self._awaited is None and self._unread.expired and not self.reply.done
+        if self._awaited is not None or self.reply.done:
+            return False
+        if self.count != self._seen:
+            self._seen = self.count
+            self._unread = Deadline(self._limits.unread, self.total.clock)
+        return self._unread.expired
 
     def expire(self) -> None:
         """End a late wait in an event loop, or a stream that is not read."""
         until, awaited = self._until, self._awaited
+        if not self.is_late:  # an item has come since
+            return
         if awaited is None:
             error = DeadlineExceededError(self._unread.limit, detail="the reader took no item")
             error.is_explained = True
@@ -249,7 +260,6 @@ class Stream(PublicDir, Generic[T]):
     Attributes:
         dst: The rank whose function yields the items.
         name: The function.
-        count: How many items were taken.
         closed: Whether the stream has ended.
     """
 
@@ -262,8 +272,12 @@ class Stream(PublicDir, Generic[T]):
         self.name = feed.target.name
         self._items: deque[T] = deque()
         self._nbytes = 0  # of the messages that were decoded
-        self.count = 0
         self.closed = False
+
+    @property
+    def count(self) -> int:
+        """How many items were taken."""
+        return self._feed.count
 
     def __iter__(self) -> Self:
         return self
@@ -278,7 +292,7 @@ class Stream(PublicDir, Generic[T]):
             except RankwireError as error:
                 raise self._failed(error) from error.__cause__
             self._decode_next()
-        self.count += 1
+        self._feed.count += 1
         return self._items.popleft()
 
     def __aiter__(self) -> Self:
@@ -294,14 +308,14 @@ class Stream(PublicDir, Generic[T]):
             except RankwireError as error:
                 raise self._failed(error) from error.__cause__
             self._decode_next()
-        self.count += 1
+        self._feed.count += 1
         return self._items.popleft()
 
     def _next_of_feed(self) -> Feed:
         """Count what the program has taken; grant more once that is half of the window."""
         feed = self._feed
         window = feed.window
-        window.items = self.count
+        window.items = feed.count
         window.nbytes = self._nbytes
         if feed.taken and window.is_half_taken:
             feed.grant(AT_ONCE)
