@@ -23,6 +23,7 @@ SHOWN_IN = {
     "links/frame_reader": "links/test_connection.py",
     "rpc/agent_functions": "rpc/test_agent.py",
     "rpc/agent_streams": "rpc/test_stream.py",
+    "rpc/feed": "rpc/test_stream.py",
     "rpc/proxies": "rpc/test_remote_objects.py",
     "backends/returns": "backends/test_tcp_returns.py",
     "rpc/served_stream": "rpc/test_stream.py",

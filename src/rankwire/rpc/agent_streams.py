@@ -12,8 +12,9 @@ from rankwire.errors import ConfigurationError
 from rankwire.rpc.agent_calls import AgentCalls
 from rankwire.rpc.argument_streams import ITEMS
 from rankwire.rpc.call import Call, serving
+from rankwire.rpc.feed import UNREAD, WINDOW, WINDOW_NBYTES, StreamLimits
 from rankwire.rpc.proxies import Interface, RankFunctions, RemoteObject
-from rankwire.rpc.stream import UNREAD, WINDOW, WINDOW_NBYTES, Stream, StreamLimits
+from rankwire.rpc.stream import Stream
 from rankwire.wire.credit import MOST_ITEMS, MOST_NBYTES
 
 P = ParamSpec("P")

@@ -32,11 +32,12 @@ from rankwire.rpc.argument_streams import Offer, OfferedItems
 from rankwire.rpc.call import Call, MadeCall, describe_chain, serving
 from rankwire.rpc.call_cycles import NestedWaits
 from rankwire.rpc.call_inquiries import CallInquiries
+from rankwire.rpc.feed import Feed, StreamLimits, Target
 from rankwire.rpc.future import OnEnd, RpcFuture
 from rankwire.rpc.messages import Chain, decode_reply, encode_request
 from rankwire.rpc.pending_futures import PendingFutures
 from rankwire.rpc.reservations import RESERVE, SMALL_NBYTES, UNRESERVED_NBYTES, Allowance
-from rankwire.rpc.stream import Feed, Stream, StreamLimits, Target
+from rankwire.rpc.stream import Stream
 from rankwire.wire.frames import Message
 
 if TYPE_CHECKING:
