@@ -9,6 +9,7 @@ import pytest
 from rankwire import (
     ChannelClosedError,
     ConfigurationError,
+    FunctionNotFoundError,
     PeerLostError,
     RpcAgent,
     SimulatedBackend,
@@ -97,3 +98,30 @@ def test_a_function_must_be_registered():
     with agents_of(2) as agents, agents[0].executor() as executor:
         with pytest.raises(ConfigurationError, match="is not registered on this rank"):
             executor.submit(print)
+
+
+def test_a_function_that_no_rank_has_fails_only_its_own_calls():
+    go_on = threading.Event()
+    with agents_of(3) as agents:
+        for agent in agents[1:]:
+            agent.register("power", pow)
+            agent.register("wait", lambda: go_on.wait(20))
+        with agents[0].executor(depth=1) as executor:
+            first = executor.submit("typo")
+            with pytest.raises(FunctionNotFoundError, match="typo"):
+                first.result(5)
+            busy = executor.submit("wait")
+            calls = [executor.submit("power", 2, n) for n in range(5)]
+            typo = executor.submit("typo")
+            calls += [executor.submit("power", 2, n) for n in range(5, 10)]
+            assert [call.result(20) for call in calls] == [2**n for n in range(10)]
+            assert isinstance(typo.exception(20), FunctionNotFoundError)
+            go_on.set()
+            assert busy.result(20) is True
+
+
+def test_a_call_goes_to_a_rank_that_has_its_function():
+    with agents_of(3) as agents:
+        agents[2].register("power", pow)
+        with agents[0].executor() as executor:
+            assert executor.submit("power", 2, 3).result(20) == 8

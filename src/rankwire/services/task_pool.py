@@ -45,11 +45,13 @@ _OF_THE_RANK = (
 class Terms(NamedTuple):
     """How a pool treats its tasks.
 
-    ``op`` names the operation in errors. ``limit`` is in seconds for one task. ``call`` is the call
-    being served by the function that uses the pool, if any.
+    ``op`` names the operation in errors. ``name`` is the function's, or None if tasks differ in it.
+    ``limit`` is in seconds for one task. ``call`` is the call being served by the function that
+    uses the pool, if any.
     """
 
     op: str
+    name: str | None
     limit: float
     depth: int
     retries: int
@@ -320,7 +322,9 @@ class TaskPool:
     def _fail(self, flight: Flight, error: BaseException) -> None:
         rank, task = flight.worker.rank, flight.task
         is_of_rank = isinstance(error, _OF_THE_RANK)
-        if isinstance(error, _OF_THE_RANK):
+        if isinstance(error, FunctionNotFoundError) and self.terms.name is None:
+            self.workers.prefer_others(flight.worker)  # which has other functions
+        elif isinstance(error, _OF_THE_RANK):
             # A rank with a task beyond its limit may be busy with it: a probe finds out.
             seconds = (0.0,) if isinstance(error, DeadlineExceededError) else ()
             self.workers.put_away(flight.worker, error, *seconds)
