@@ -125,3 +125,11 @@ def test_a_call_goes_to_a_rank_that_has_its_function():
         agents[2].register("power", pow)
         with agents[0].executor() as executor:
             assert executor.submit("power", 2, 3).result(20) == 8
+
+
+def test_an_executor_ends_once_its_agent_has_ended_by_itself():
+    with agents_of(2) as agents:
+        agents[1].register("power", pow)
+        agents[0].backend.close()
+        future = agents[0].executor().submit("power", 2, 3)
+        assert isinstance(future.exception(20), ChannelClosedError)

@@ -267,3 +267,14 @@ def test_ten_thousand_tasks_over_three_workers_keep_no_memory():
             assert outcome.value == len(outcome.task)
             assert read - taken <= 6
     assert read == taken == 10_000
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_map_ends_once_its_agent_has_ended_by_itself(is_gone):
+    with agents_of(2) as agents:
+        agents[1].register("work", lambda task: task)
+        agents[0].backend.close()
+        if is_gone:  # and its threads have noted that
+            eventually(lambda: not agents[0]._server.pool._threads)
+        with pytest.raises(rankwire.ChannelClosedError, match="this agent is closed"):
+            list(agents[0].map("work", range(3)))

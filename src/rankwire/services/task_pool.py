@@ -210,7 +210,7 @@ class TaskPool:
             self._backend.mesh.lookout.read()
 
     def _check_open(self) -> None:
-        if self._caller.closed:
+        if self._caller.closed or self._caller.ended or self._backend.closed:
             raise self._named(ChannelClosedError("this agent is closed"))
 
     def wake(self) -> None:
