@@ -133,3 +133,24 @@ def test_an_executor_ends_once_its_agent_has_ended_by_itself():
         agents[0].backend.close()
         future = agents[0].executor().submit("power", 2, 3)
         assert isinstance(future.exception(20), ChannelClosedError)
+
+
+def test_a_call_with_an_iterator_is_not_repeated():
+    with agents_of(3) as agents:
+        for agent in agents:
+
+            def total(numbers, agent=agent):
+                next(numbers)
+                if agent.rank == 1:
+                    agent.backend.network.kill(1)
+                return sum(numbers)
+
+            agent.register("total", total, idempotent=True)
+        with agents[0].executor() as executor:
+            futures = [executor.submit("total", (n for n in range(5))) for _ in range(6)]
+            errors = [future.exception(20) for future in futures]
+        lost = [error for error in errors if error is not None]
+        assert lost
+        assert all(isinstance(error, PeerLostError) for error in lost)
+        assert "an iterator" in str(lost[0])
+        assert {future.result() for future in futures if future.exception() is None} <= {10}

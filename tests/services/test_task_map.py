@@ -278,3 +278,19 @@ def test_a_map_ends_once_its_agent_has_ended_by_itself(is_gone):
             eventually(lambda: not agents[0]._server.pool._threads)
         with pytest.raises(rankwire.ChannelClosedError, match="this agent is closed"):
             list(agents[0].map("work", range(3)))
+
+
+def test_a_task_that_is_an_iterator_has_no_copy():
+    go_on = threading.Event()
+    with agents_of(3) as agents:
+        for agent in agents:
+
+            def total(numbers):
+                first = next(numbers)
+                go_on.wait(0.5)
+                return first + sum(numbers)
+
+            agent.register("total", total, idempotent=True)
+        tasks = [(n for n in range(5))]
+        outcomes = list(agents[0].map("total", tasks, hedge_after=0.01))
+    assert [outcome.value for outcome in outcomes] == [10]

@@ -23,6 +23,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.rpc.argument_streams import is_iterator
 from rankwire.rpc.call import Call
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.future import RpcFuture
@@ -85,6 +86,11 @@ class PoolTask:
         self.kwargs = kwargs
         self.count = count
         self.attempts = 0  # that may have run, or were refused
+
+    @property
+    def has_iterator(self) -> bool:
+        """Whether its arguments can be sent only once."""
+        return any(map(is_iterator, (*self.args, *self.kwargs.values())))
 
     def parts(self) -> list[PoolTask]:
         """Return a task for each of the list."""
@@ -271,7 +277,9 @@ class TaskPool:
             flight
             for worker in self.workers.all
             for flight in worker.flights
-            if flight.twin is None and flight.task.job.is_idempotent
+            if flight.twin is None
+            and flight.task.job.is_idempotent
+            and not flight.task.has_iterator
         ]
         oldest = min(late, key=lambda flight: flight.began, default=None)
         if oldest is not None and oldest.worker is not idle:
@@ -332,7 +340,7 @@ class TaskPool:
         did_run = getattr(error, "may_have_run", True) and not isinstance(
             error, (FunctionNotFoundError, OverloadedError)
         )
-        if is_lost and not did_run:
+        if is_lost and not did_run and not task.has_iterator:
             self.again.append(task)
         elif is_of_rank and self._may_repeat(task, is_lost, did_run):
             task.attempts += 1
@@ -342,16 +350,19 @@ class TaskPool:
 
     def _may_repeat(self, task: PoolTask, is_lost: bool, did_run: bool) -> bool:
         is_harmless = not did_run or (is_lost and task.job.is_idempotent)
-        return is_harmless and task.attempts < self.terms.retries
+        return is_harmless and not task.has_iterator and task.attempts < self.terms.retries
 
     def _final(self, error: BaseException, task: PoolTask, did_run: bool) -> BaseException:
         """Return the error of a task that is not given to another rank, and say why."""
         if not isinstance(error, RankwireError):
             return error
         error = self._named(error.copy())
-        if isinstance(error, (PeerLostError, ChannelClosedError)) and did_run:
+        is_lost = isinstance(error, (PeerLostError, ChannelClosedError))
+        if is_lost and (did_run or task.has_iterator):
             name = task.job.name
-            if not task.job.is_idempotent:
+            if task.has_iterator:
+                why = "an iterator among its arguments can be sent only once"
+            elif not task.job.is_idempotent:
                 why = f"it may have run there, and {name!r} is not registered here as idempotent"
             else:
                 why = f"it has been on {task.attempts + 1} ranks that were lost"
