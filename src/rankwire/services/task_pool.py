@@ -7,6 +7,7 @@ thread waits for, and that is free when there is something to take in.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -70,7 +71,7 @@ class PoolJob(NamedTuple):
 class PoolTask:
     """One call to be made, by some rank; with ``count``, for each of the list ``args[0]``."""
 
-    __slots__ = ("args", "attempts", "count", "index", "job", "kwargs")
+    __slots__ = ("args", "attempts", "count", "index", "job", "kwargs", "lacking")
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class PoolTask:
         self.args = args
         self.kwargs = kwargs
         self.count = count
+        self.lacking: tuple[PoolRank, ...] = ()  # those without the function
         self.attempts = 0  # that may have run, or were refused
 
     @property
@@ -331,7 +333,13 @@ class TaskPool:
         rank, task = flight.worker.rank, flight.task
         is_of_rank = isinstance(error, _OF_THE_RANK)
         if isinstance(error, FunctionNotFoundError) and self.terms.name is None:
-            self.workers.prefer_others(flight.worker)  # which has other functions
+            task.lacking += (flight.worker,)  # which has other functions
+            other = self.workers.least_loaded(math.inf, besides=task.lacking)
+            if other is not None and self._may_repeat(task, False, False):
+                task.attempts += 1
+                self._send(other, task)
+                return
+            is_of_rank = False
         elif isinstance(error, _OF_THE_RANK):
             # A rank with a task beyond its limit may be busy with it: a probe finds out.
             seconds = (0.0,) if isinstance(error, DeadlineExceededError) else ()

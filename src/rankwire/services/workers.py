@@ -101,19 +101,13 @@ class Workers:
         for worker in self.all:
             self._ask(worker)
 
-    def least_loaded(self, depth: int) -> PoolRank | None:
+    def least_loaded(self, depth: float, besides: tuple[PoolRank, ...] = ()) -> PoolRank | None:
         """Return the rank with the fewest calls if it has fewer than ``depth``, or None."""
         found, load = None, depth
         for worker in self.ready:
-            if len(worker.flights) < load:
+            if len(worker.flights) < load and worker not in besides:
                 found, load = worker, len(worker.flights)
         return found
-
-    def prefer_others(self, worker: PoolRank) -> None:
-        """Give the next task to another rank with as few calls, if there is one."""
-        if worker in self.ready:
-            self.ready.remove(worker)
-            self.ready.append(worker)
 
     def put_away(
         self, worker: PoolRank, error: RankwireError, seconds: float = _PROBE_AGAIN
