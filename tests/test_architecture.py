@@ -106,6 +106,7 @@ USES_ASYNCIO = {
     "runtime": "makes the loops: a simulation makes others",
     "collectives": "a Work can be awaited, by the program's own loop",
     "rpc": "an RpcFuture can be awaited; coroutines are served in a loop that runtime makes",
+    "services": "a chunk of coroutines awaits the futures that they return, in that loop",
     "testing": "checks serve coroutines, as a program does",
 }
 USES_FUTURES = {

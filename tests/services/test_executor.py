@@ -9,6 +9,7 @@ import pytest
 from rankwire import (
     ChannelClosedError,
     ConfigurationError,
+    FunctionNotFoundError,
     PeerLostError,
     RpcAgent,
     SimulatedBackend,
@@ -97,3 +98,60 @@ def test_a_function_must_be_registered():
     with agents_of(2) as agents, agents[0].executor() as executor:
         with pytest.raises(ConfigurationError, match="is not registered on this rank"):
             executor.submit(print)
+
+
+def test_a_function_that_no_rank_has_fails_only_its_own_calls():
+    go_on = threading.Event()
+    with agents_of(3) as agents:
+        for agent in agents[1:]:
+            agent.register("power", pow)
+            agent.register("wait", lambda: go_on.wait(20))
+        with agents[0].executor(depth=1) as executor:
+            first = executor.submit("typo")
+            with pytest.raises(FunctionNotFoundError, match="typo"):
+                first.result(5)
+            busy = executor.submit("wait")
+            calls = [executor.submit("power", 2, n) for n in range(5)]
+            typo = executor.submit("typo")
+            calls += [executor.submit("power", 2, n) for n in range(5, 10)]
+            assert [call.result(20) for call in calls] == [2**n for n in range(10)]
+            assert isinstance(typo.exception(20), FunctionNotFoundError)
+            go_on.set()
+            assert busy.result(20) is True
+
+
+def test_a_call_goes_to_a_rank_that_has_its_function():
+    with agents_of(4) as agents:
+        agents[3].register("power", pow)
+        with agents[0].executor() as executor:
+            futures = [executor.submit("power", 2, n) for n in range(60)]
+            assert [future.result(20) for future in futures] == [2**n for n in range(60)]
+
+
+def test_an_executor_ends_once_its_agent_has_ended_by_itself():
+    with agents_of(2) as agents:
+        agents[1].register("power", pow)
+        agents[0].backend.close()
+        future = agents[0].executor().submit("power", 2, 3)
+        assert isinstance(future.exception(20), ChannelClosedError)
+
+
+def test_a_call_with_an_iterator_is_not_repeated():
+    with agents_of(3) as agents:
+        for agent in agents:
+
+            def total(numbers, agent=agent):
+                next(numbers)
+                if agent.rank == 1:
+                    agent.backend.network.kill(1)
+                return sum(numbers)
+
+            agent.register("total", total, idempotent=True)
+        with agents[0].executor() as executor:
+            futures = [executor.submit("total", (n for n in range(5))) for _ in range(6)]
+            errors = [future.exception(20) for future in futures]
+        lost = [error for error in errors if error is not None]
+        assert lost
+        assert all(isinstance(error, PeerLostError) for error in lost)
+        assert "an iterator" in str(lost[0])
+        assert {future.result() for future in futures if future.exception() is None} <= {10}

@@ -6,7 +6,9 @@ import random
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -267,3 +269,87 @@ def test_ten_thousand_tasks_over_three_workers_keep_no_memory():
             assert outcome.value == len(outcome.task)
             assert read - taken <= 6
     assert read == taken == 10_000
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_map_ends_once_its_agent_has_ended_by_itself(is_gone):
+    with agents_of(2) as agents:
+        agents[1].register("work", lambda task: task)
+        agents[0].backend.close()
+        if is_gone:  # and its threads have noted that
+            eventually(lambda: not agents[0]._server.pool._threads)
+        with pytest.raises(rankwire.ChannelClosedError, match="this agent is closed"):
+            list(agents[0].map("work", range(3)))
+
+
+def test_a_task_that_is_an_iterator_has_no_copy():
+    go_on = threading.Event()
+    with agents_of(3) as agents:
+        for agent in agents:
+
+            def total(numbers):
+                first = next(numbers)
+                go_on.wait(0.5)
+                return first + sum(numbers)
+
+            agent.register("total", total, idempotent=True)
+        tasks = [(n for n in range(5))]
+        outcomes = list(agents[0].map("total", tasks, hedge_after=0.01))
+    assert [outcome.value for outcome in outcomes] == [10]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_chunk_copies_each_result_of_a_function_that_reuses_its_memory(is_async):
+    memory = np.zeros(2000)
+
+    def fill(task):
+        memory[:] = task
+        return memory
+
+    async def fill_async(task):
+        return fill(task)
+
+    with agents_of(2) as agents:
+        agents[1].register("fill", fill_async if is_async else fill, copy=True)
+        outcomes = list(agents[0].map("fill", range(4), chunk=4, ordered=True))
+    assert [outcome.value[0] for outcome in outcomes] == [0, 1, 2, 3]
+
+
+def test_a_future_in_a_chunk_leaves_the_event_loop_free():
+    with agents_of(2) as agents:
+        future, has_begun = Future(), threading.Event()
+
+        async def later(task):
+            has_begun.set()
+            return future
+
+        async def end():
+            future.set_result(5)
+
+        agents[1].register("later", later)
+        agents[1].register("end", end)
+        outcomes = agents[0].map("later", range(3), chunk=3)
+        taken = []
+        reader = threading.Thread(target=lambda: taken.extend(outcomes), daemon=True)
+        reader.start()
+        assert has_begun.wait(20)
+        agents[0].rpc_sync(1, "end", timeout=5)
+        reader.join(20)
+        assert [outcome.value for outcome in taken] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_future_in_a_chunk_that_never_ends_frees_its_worker(is_async):
+    def later(task):
+        return Future()
+
+    async def later_async(task):
+        return Future()
+
+    with agents_of(2, workers=1) as agents:
+        agents[1].register("later", later_async if is_async else later)
+        agents[1].register("add", lambda a, b: a + b)
+        for outcome in agents[0].map("later", range(2), chunk=2, timeout=0.1):
+            assert isinstance(outcome.error, rankwire.DeadlineExceededError)
+        assert agents[0].rpc_sync(1, "add", 2, 3, timeout=5) == 5
+        eventually(lambda: not agents[1].activity().in_service)

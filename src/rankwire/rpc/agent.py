@@ -253,6 +253,7 @@ class Agent(AgentStreams, AgentFunctions):
             invalidate(mine)
 
     def _ended_by_itself(self) -> None:
+        self._caller.ended = True
         self._server.end(patience=0.0)
         self._port.close()
         self._caller.futures.fail_all()

@@ -56,6 +56,7 @@ class Caller:
         self._max_nbytes = backend.max_message_nbytes
         self._max_in_flight = max_in_flight
         self.closed = False  # set by the agent
+        self.ended = False  # by itself, as its port did; set by the agent
         self._allowance = Allowance(UNRESERVED_NBYTES)
         # The random upper half distinguishes the calls of this agent from those of any other, also
         # of an agent that this rank had before.

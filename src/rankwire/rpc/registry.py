@@ -32,8 +32,9 @@ _MAX_NAME = 1024
 T = TypeVar("T")
 Resolve = Callable[[str], Callable[..., Any] | None]
 FindMethods = Callable[[object], dict[str, Callable[..., Any]]]
-# Makes a variant of a served function, such as one that takes many arguments at once.
-Vary = Callable[[Callable[..., Any], Codec], Callable[..., Any]]
+# Makes a variant of a served function, such as one that takes many arguments at once; the flag says
+# whether results are copied.
+Vary = Callable[[Callable[..., Any], Codec, bool], Callable[..., Any]]
 
 VARIANT = "\0"  # between a function's name and that of the requested variant
 
@@ -130,17 +131,10 @@ class Habits:
 class ResolvedFunction(Function):
     """A function for one call, which shares its habits with other calls."""
 
-    def __init__(
-        self,
-        name: str,
-        target: Callable[..., Any],
-        habits: Habits | Function,
-        *,
-        copies: bool = False,
-    ) -> None:
+    def __init__(self, name: str, target: Callable[..., Any], habits: Habits | Function) -> None:
         self.name = name
         self.target = target
-        self.copies = copies
+        self.copies = False
         self.direct = False
         self.is_async = habits.is_async
         self._habits = habits
@@ -259,8 +253,8 @@ class Registry:
 
     def variant(self, function: Function, make: Vary, codec: Codec) -> Function:
         """Return a variant of a function for one call, which shares the function's habits."""
-        target = make(function.target, codec)
-        return ResolvedFunction(function.name, target, function, copies=function.copies)
+        target = make(function.target, codec, function.copies)
+        return ResolvedFunction(function.name, target, function)
 
     def is_idempotent(self, name: str) -> bool:
         """Return whether a function of that name is registered here as idempotent."""

@@ -132,7 +132,9 @@ class AgentPool(AgentCalls):
         """
         job = self._job_of(function, idempotent)
         chunk = _check_count("chunk", chunk)
-        pool = self._pool(f"map {job.name!r}", ranks, depth, retries, timeout, hedge_after)
+        pool = self._pool(
+            f"map {job.name!r}", job.name, ranks, depth, retries, timeout, hedge_after
+        )
         if hedge_after is not None and not job.is_idempotent:
             raise ConfigurationError(
                 f"hedge_after= runs tasks twice, and {job.name!r} is not registered here as"
@@ -156,7 +158,8 @@ class AgentPool(AgentCalls):
     ) -> RankExecutor:
         """Return a ``concurrent.futures.Executor`` that calls served functions on ranks.
 
-        Calls of one rank that is lost are treated as in ``map``. Futures raise what ``rpc_sync``
+        Calls of one rank that is lost are treated as in ``map``. A call of a function that a rank
+        does not know goes to other ranks, up to ``retries`` times. Futures raise what ``rpc_sync``
         raises.
 
         Args:
@@ -166,7 +169,7 @@ class AgentPool(AgentCalls):
             retries: To how many more ranks a call is given when one that had it is lost.
             idempotent: Whether calls may run again; None is what ``register`` says of each.
         """
-        pool = self._pool("submit", ranks, depth, retries, timeout, None, is_nested=False)
+        pool = self._pool("submit", None, ranks, depth, retries, timeout, None)
         return RankExecutor(pool, self._clock, lambda function: self._job_of(function, idempotent))
 
     def _job_of(self, function: Any, idempotent: bool | None) -> PoolJob:
@@ -178,13 +181,12 @@ class AgentPool(AgentCalls):
     def _pool(
         self,
         op: str,
+        name: str | None,
         ranks: Ranks,
         depth: int,
         retries: int,
         timeout: float | None,
         hedge_after: float | None,
-        *,
-        is_nested: bool = True,
     ) -> TaskPool:
         world_size, me = self.backend.world_size, self.backend.rank
         if ranks is None:
@@ -193,8 +195,8 @@ class AgentPool(AgentCalls):
         if hedge_after is not None:
             hedge_after = Deadline(hedge_after, self._clock).limit
         depth, retries = _check_count("depth", depth), _check_count("retries", retries, least=0)
-        call = serving.get() if is_nested else None
-        terms = Terms(op, limit, depth, retries, hedge_after, call)
+        call = None if name is None else serving.get()  # an executor may outlast the call
+        terms = Terms(op, name, limit, depth, retries, hedge_after, call)
         run_soon = self._server.run_soon
         chosen = check_ranks(ranks, world_size, self.backend.roles)
         return TaskPool(self._caller, self.backend, run_soon, chosen, terms)

@@ -75,7 +75,7 @@ class RankExecutor(PublicDir, Executor):
             self._submitted.append((PoolTask(self._count, job, args, kwargs), future))
             self._count += 1
             if self._thread is None:
-                self._pool.workers.begin(job.name, self._pool.terms.limit)
+                self._pool.workers.begin(None, self._pool.terms.limit)
                 self._thread = runtime.Thread(target=self._run, name="rankwire-pool", daemon=True)
                 self._thread.start()
         self._pool.wake()

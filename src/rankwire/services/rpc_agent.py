@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from rankwire.override import override
-from rankwire.rpc.registry import Vary
+from rankwire.rpc.registry import Function, Vary
 from rankwire.services.agent_pool import AgentPool
 from rankwire.services.agent_queues import AgentQueues
 from rankwire.services.chunks import EACH, make_each
 from rankwire.services.group_calls import AgentGroupCalls
 from rankwire.services.group_run import GroupRuns
+from rankwire.services.workers import PROBE
 
 
 class RpcAgent(AgentGroupCalls, AgentPool, AgentQueues):
@@ -55,4 +56,5 @@ class RpcAgent(AgentGroupCalls, AgentPool, AgentQueues):
     @override
     def _begin_services(self) -> None:
         super()._begin_services()
+        self._registry.own[PROBE] = Function(PROBE, list)
         self._groups = GroupRuns(self)

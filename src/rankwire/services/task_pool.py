@@ -7,6 +7,7 @@ thread waits for, and that is free when there is something to take in.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from rankwire.errors import (
     PeerLostError,
     RankwireError,
 )
+from rankwire.rpc.argument_streams import is_iterator
 from rankwire.rpc.call import Call
 from rankwire.rpc.caller import Caller
 from rankwire.rpc.future import RpcFuture
@@ -45,11 +47,13 @@ _OF_THE_RANK = (
 class Terms(NamedTuple):
     """How a pool treats its tasks.
 
-    ``op`` names the operation in errors. ``limit`` is in seconds for one task. ``call`` is the call
-    being served by the function that uses the pool, if any.
+    ``op`` names the operation in errors. ``name`` is the function's, or None if tasks differ in it.
+    ``limit`` is in seconds for one task. ``call`` is the call being served by the function that
+    uses the pool, if any.
     """
 
     op: str
+    name: str | None
     limit: float
     depth: int
     retries: int
@@ -67,7 +71,7 @@ class PoolJob(NamedTuple):
 class PoolTask:
     """One call to be made, by some rank; with ``count``, for each of the list ``args[0]``."""
 
-    __slots__ = ("args", "attempts", "count", "index", "job", "kwargs")
+    __slots__ = ("args", "attempts", "count", "index", "job", "kwargs", "lacking")
 
     def __init__(
         self,
@@ -82,7 +86,13 @@ class PoolTask:
         self.args = args
         self.kwargs = kwargs
         self.count = count
+        self.lacking: tuple[PoolRank, ...] = ()  # those without the function
         self.attempts = 0  # that may have run, or were refused
+
+    @property
+    def has_iterator(self) -> bool:
+        """Whether its arguments can be sent only once."""
+        return any(map(is_iterator, (*self.args, *self.kwargs.values())))
 
     def parts(self) -> list[PoolTask]:
         """Return a task for each of the list."""
@@ -208,7 +218,7 @@ class TaskPool:
             self._backend.mesh.lookout.read()
 
     def _check_open(self) -> None:
-        if self._caller.closed:
+        if self._caller.closed or self._caller.ended or self._backend.closed:
             raise self._named(ChannelClosedError("this agent is closed"))
 
     def wake(self) -> None:
@@ -269,7 +279,9 @@ class TaskPool:
             flight
             for worker in self.workers.all
             for flight in worker.flights
-            if flight.twin is None and flight.task.job.is_idempotent
+            if flight.twin is None
+            and flight.task.job.is_idempotent
+            and not flight.task.has_iterator
         ]
         oldest = min(late, key=lambda flight: flight.began, default=None)
         if oldest is not None and oldest.worker is not idle:
@@ -320,7 +332,15 @@ class TaskPool:
     def _fail(self, flight: Flight, error: BaseException) -> None:
         rank, task = flight.worker.rank, flight.task
         is_of_rank = isinstance(error, _OF_THE_RANK)
-        if isinstance(error, _OF_THE_RANK):
+        if isinstance(error, FunctionNotFoundError) and self.terms.name is None:
+            task.lacking += (flight.worker,)  # which has other functions
+            other = self.workers.least_loaded(math.inf, besides=task.lacking)
+            if other is not None and self._may_repeat(task, False, False):
+                task.attempts += 1
+                self._send(other, task)
+                return
+            is_of_rank = False
+        elif isinstance(error, _OF_THE_RANK):
             # A rank with a task beyond its limit may be busy with it: a probe finds out.
             seconds = (0.0,) if isinstance(error, DeadlineExceededError) else ()
             self.workers.put_away(flight.worker, error, *seconds)
@@ -328,7 +348,7 @@ class TaskPool:
         did_run = getattr(error, "may_have_run", True) and not isinstance(
             error, (FunctionNotFoundError, OverloadedError)
         )
-        if is_lost and not did_run:
+        if is_lost and not did_run and not task.has_iterator:
             self.again.append(task)
         elif is_of_rank and self._may_repeat(task, is_lost, did_run):
             task.attempts += 1
@@ -338,16 +358,19 @@ class TaskPool:
 
     def _may_repeat(self, task: PoolTask, is_lost: bool, did_run: bool) -> bool:
         is_harmless = not did_run or (is_lost and task.job.is_idempotent)
-        return is_harmless and task.attempts < self.terms.retries
+        return is_harmless and not task.has_iterator and task.attempts < self.terms.retries
 
     def _final(self, error: BaseException, task: PoolTask, did_run: bool) -> BaseException:
         """Return the error of a task that is not given to another rank, and say why."""
         if not isinstance(error, RankwireError):
             return error
         error = self._named(error.copy())
-        if isinstance(error, (PeerLostError, ChannelClosedError)) and did_run:
+        is_lost = isinstance(error, (PeerLostError, ChannelClosedError))
+        if is_lost and (did_run or task.has_iterator):
             name = task.job.name
-            if not task.job.is_idempotent:
+            if task.has_iterator:
+                why = "an iterator among its arguments can be sent only once"
+            elif not task.job.is_idempotent:
                 why = f"it may have run there, and {name!r} is not registered here as idempotent"
             else:
                 why = f"it has been on {task.attempts + 1} ranks that were lost"

@@ -1,9 +1,10 @@
 """The ranks of a pool: which of them take tasks, and which are lost, busy or back.
 
 A rank takes tasks once it has answered a *probe*: a call of the pool's function with an empty list
-of tasks. A rank that does not answer as it should is probed again after a while, or when its
-process was restarted, as long as the pool is open. A serving thread sends the probes, because
-connecting to a rank may take long.
+of tasks, or of ``PROBE``, which every agent serves, if tasks call several functions. A rank that
+does not answer as it should is probed again after a while, or when its process was restarted, as
+long as the pool is open. A serving thread sends the probes, because connecting to a rank may take
+long.
 
 For the thread that drives the pool, except ``_probe`` and ``PoolRank.on_answer``.
 """
@@ -29,6 +30,8 @@ from rankwire.services.chunks import name_of_each
 
 if TYPE_CHECKING:
     from rankwire.services.task_pool import Flight
+
+PROBE = "\0probe"  # a request; no function can have this name
 
 _CHECK_EVERY = 0.05  # seconds
 _PROBE_AGAIN = 0.25  # seconds
@@ -88,21 +91,21 @@ class Workers:
         self.ready: list[PoolRank] = []
         self._next_check = now
         self._alone: Deadline | None = None  # for a rank to return
-        self._name = ""
+        self._name: str | None = None
         self._limit = 0.0
         self._closed = False
 
-    def begin(self, name: str, limit: float) -> None:
-        """Probe all ranks by the function of that name, each within ``limit`` seconds."""
+    def begin(self, name: str | None, limit: float) -> None:
+        """Probe all ranks, each within ``limit`` seconds; by the function of that name, if any."""
         self._name, self._limit = name, limit
         for worker in self.all:
             self._ask(worker)
 
-    def least_loaded(self, depth: int) -> PoolRank | None:
+    def least_loaded(self, depth: float, besides: tuple[PoolRank, ...] = ()) -> PoolRank | None:
         """Return the rank with the fewest calls if it has fewer than ``depth``, or None."""
         found, load = None, depth
         for worker in self.ready:
-            if len(worker.flights) < load:
+            if len(worker.flights) < load and worker not in besides:
                 found, load = worker, len(worker.flights)
         return found
 
@@ -180,10 +183,10 @@ class Workers:
             return
         clock, limit = self._backend.clock, self._limit
         deadline, total = Deadline(limit, clock), Deadline(limit * _PROBE_PATIENCE, clock)
-        name = name_of_each(self._name)
+        name = PROBE if self._name is None else name_of_each(self._name)
         start = self._caller.start
         future = start(worker.rank, name, deadline, None, ([],), {}, total, worker.on_answer)
-        future.name = self._name
+        future.name = self._name or "probe"
         worker.probe = future
         if future.done():
             worker.on_answer(future)  # it may have been ignored before ``probe`` was set
