@@ -90,6 +90,18 @@ def test_requests_that_wait_occupy_no_worker(queues):
     assert sorted(get.result() for get in gets) == list(range(20))
 
 
+def test_requests_need_no_worker_of_the_owner():
+    with simulated_world(2) as world, agents_of(world, 0.5, workers=1) as (owner, other):
+        queue = owner.queue("q", capacity=2)
+        owner.register("take", lambda: [queue.get(), queue.get()])
+        taking = other.rpc_async(0, "take", timeout=PATIENCE)
+        waiting(queue, consumers=1)
+        there = other.queue("q")
+        there.put("a", timeout=PATIENCE)
+        there.put("b", timeout=PATIENCE)
+        assert taking.result() == ["a", "b"]
+
+
 def test_a_get_that_is_late_says_what_it_waited_for(queues):
     queues[1].put("a")
     queues[2].get()

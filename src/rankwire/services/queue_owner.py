@@ -217,7 +217,10 @@ class QueueOwner:
 
             return serve
 
-        return {PREFIX + name: Function(PREFIX + name, served(name)) for name in _SERVED}
+        functions = {PREFIX + name: Function(PREFIX + name, served(name)) for name in _SERVED}
+        for each in functions.values():
+            each.needs_worker = False  # a function that waits for another request may have it
+        return functions
 
     # -- what other ranks call ---------------------------------------------------------------------
 
