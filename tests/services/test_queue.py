@@ -102,6 +102,13 @@ def test_requests_need_no_worker_of_the_owner():
         assert taking.result() == ["a", "b"]
 
 
+def test_each_get_may_open_the_queue_again(agents, queues):
+    putting = Running(queues[0].put_many, range(1030))
+    for number in range(1030):
+        assert agents[2].queue("q").get() == number
+    putting.result()
+
+
 def test_a_get_that_is_late_says_what_it_waited_for(queues):
     queues[1].put("a")
     queues[2].get()

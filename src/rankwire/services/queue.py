@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -43,7 +42,7 @@ class Queue(PublicDir, Generic[T]):
         self.owner = requests.owner
         self.settings = settings
         self._requests = requests
-        self._received: deque[int] = deque()  # gets whose items came; the owner is not told yet
+        self._received = requests.received
 
     # -- putting -----------------------------------------------------------------------------------
 

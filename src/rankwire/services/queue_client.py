@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any
@@ -26,6 +27,8 @@ class QueueClient:
         self.codec = agent.codec
         self._user = [agent.backend.incarnation, runtime.randbits(48)]
         self._numbers = itertools.count(1)
+        # Of all ``Queue`` objects together, by owner and queue, as the owner counts deliveries.
+        self.received: dict[tuple[int, int], deque[int]] = {}
 
     def call(self, owner: int, function: str, deadline: Deadline, *args: Any) -> Any:
         """Call the owner of a queue."""

@@ -7,6 +7,7 @@ loss of the owner leaves open what became of a put.
 
 from __future__ import annotations
 
+from collections import deque
 from contextvars import Context
 from typing import Any, NoReturn
 
@@ -39,6 +40,8 @@ class QueueRequests:
         self.owner = owner
         self._client = client
         self._number = number
+        # Gets whose items came; the owner is not told yet.
+        self.received = client.received.setdefault((owner, number), deque())
 
     @property
     def codec(self) -> Codec:
