@@ -57,7 +57,8 @@ def waiting(queue, producers=0, consumers=0):
 
 
 ITEMS = [
-    None, 1, "text", b"bytes", {"a": (1, [2.5])}, np.arange(5), np.zeros((300, 300)), b"x" * 70_000
+    None, 1, "text", b"bytes", {"a": (1, [2.5])}, np.arange(5), np.zeros((300, 300)), b"x" * 70_000,
+    "x" * 70_000, list(range(20_000))
 ]  # fmt: skip
 
 
