@@ -14,6 +14,7 @@ from rankwire import (
     ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
+    MessageTooLargeError,
     OverloadedError,
     PeerLostError,
     QueueEndedError,
@@ -340,6 +341,20 @@ def test_a_declared_producer_that_leaves_early_is_named(agents):
     with pytest.raises(PeerLostError, match="rank 2 is lost: before it had ended its part") as info:
         agents[0].queue("q").get()
     assert info.value.peer == 2
+
+
+def test_a_get_whose_reply_is_too_large_loses_nothing():
+    limit = 100_000
+    with simulated_world(2, max_message_nbytes=limit) as world, agents_of(world, 0.5) as agents:
+        queue = agents[0].queue("q", capacity=4)
+        for letter in "abcd":
+            queue.put(letter * (limit // 3))
+        for ack in (False, True):
+            with pytest.raises(MessageTooLargeError):
+                agents[1].queue("q").get(4, ack=ack)
+            eventually(lambda: queue.stats().queued == 4)
+        assert [item[0] for item in agents[1].queue("q").get(2)] == ["a", "b"]
+        assert [item[0] for item in agents[1].queue("q").get(2)] == ["c", "d"]
 
 
 def test_a_get_of_a_cancelled_call_loses_nothing(agents, queues):
