@@ -23,6 +23,7 @@ from rankwire import (
     UnsupportedTypeError,
 )
 from rankwire.services.queue_items import pack, unpack
+from rankwire.services.queue_users import QueueOutcome
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 from rpc.agents import agents_of
 from worlds import PATIENCE, Running, eventually
@@ -286,6 +287,60 @@ def test_a_version_that_is_no_number_harms_no_other_rank(agents, queues):
     assert queues[2].get(min_version=np.float32(2.5)) == "b"
 
 
+def sent(queue, function, *args, user=None):
+    """Send a request as another program may; return the reply."""
+    requests = queue._requests
+    request = [*requests.new()]
+    request[1:3] = user or request[1:3]
+    return requests._client.call(queue.owner, function, requests.deadline(1.0), request, *args)
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "is_lease"),
+    [(2, 1.5, False), (1, 1 << 60, False), (1 << 40, 1, False), (1, 1, "x"), (0, 0, False)],
+)
+def test_a_get_that_is_malformed_harms_no_other_rank(queues, count, least, is_lease):
+    with pytest.raises(RemoteError, match="a get is malformed"):
+        sent(queues[1], "get", count, least, None, is_lease, [])
+    queues[1].put("a")
+    assert queues[2].get() == "a"
+    with pytest.raises(ConfigurationError, match="65536 at most"):
+        queues[1].get(1 << 40, least=1)
+
+
+def test_what_names_a_request_is_checked(queues):
+    queues[1].put("a")
+    batch = queues[1].get(1, ack=True)
+    with pytest.raises(RemoteError, match="a request has numbers only"):
+        sent(queues[1], "stats", user=["0", 0])
+    with pytest.raises(RemoteError, match="to keep is malformed"):
+        sent(queues[1], "withdraw", "all")
+    batch.ack()
+
+
+def test_a_rank_cannot_pass_for_its_next_process(queues):
+    reply = sent(queues[1], "get", 1, 1, None, False, [], user=[5, 1])
+    assert reply == [QueueOutcome.UNWANTED, 0]
+    queues[1].put("a")
+    assert queues[2].get() == "a"
+
+
+def test_a_rank_that_waits_for_many_queues_is_refused(agents, monkeypatch):
+    monkeypatch.setattr("rankwire.services.queue_owner._MOST_OPENING", 2)
+    opening = [Running(agents[1].queue, name) for name in "ab"]
+    eventually(lambda: agents[0].activity().in_service == 2)
+    with pytest.raises(OverloadedError, match="too many queues"):
+        agents[1].queue("c")
+    with pytest.raises(DeadlineExceededError):
+        agents[2].queue("c", timeout=0.05)
+    for name in "ab":
+        agents[2].queue(name, capacity=1)
+    for each in opening:
+        each.result()
+    with pytest.raises(DeadlineExceededError):
+        agents[1].queue("c", timeout=0.05)
+
+
 def test_the_queues_of_a_restarted_owner_are_gone(agents, queues):
     queues[1]._requests._number += 1  # as that of another process
     with pytest.raises(PeerLostError, match="it was restarted, and had queue 'q'") as info:
@@ -293,7 +348,7 @@ def test_the_queues_of_a_restarted_owner_are_gone(agents, queues):
     assert (info.value.peer, info.value.unconfirmed) == (0, 0)
 
 
-def test_requests_of_a_process_that_was_lost_are_refused(agents, queues):
+def test_requests_of_a_process_that_was_lost_are_refused(agents, queues, monkeypatch):
     with queues[1].slot() as slot:
         owner = agents[0]._queue_owner
         owner._lost[1] = 0
@@ -303,6 +358,7 @@ def test_requests_of_a_process_that_was_lost_are_refused(agents, queues):
     assert queues[2].stats().slots == 0
     with pytest.raises(ChannelClosedError, match="taken this rank for lost"):
         queues[1].put("later")
+    monkeypatch.setattr(agents[0].backend, "incarnation_of", lambda rank: 1)
     agents[1]._queue_client._user[0] = 1  # it was restarted
     queues[1].put("again")
     assert queues[2].get() == "again"

@@ -85,7 +85,7 @@ class AgentQueues(Agent):
             self._queue_owners[owner] = None
             outcome, value = self._queue_client.call(owner, "open", deadline, name, sent)
             if outcome == QueueOutcome.TOO_MANY:
-                raise OverloadedError(f"rank {owner} has too many queues")
+                raise OverloadedError(f"rank {owner} has, or this one waits for, too many queues")
             if outcome != QueueOutcome.DONE:
                 raise ChannelClosedError(f"the agent of rank {owner} is closing")
             number, found = value
