@@ -303,6 +303,16 @@ def test_a_producer_that_is_lost_before_its_end_is_named():
     assert queue.outcome(queue.get()) is ENDED
 
 
+def test_a_producer_that_was_restarted_and_puts_is_not_gone():
+    """Also if the queue learns of its loss only then."""
+    state = QueueState(QueueSettings(capacity=2, producers=(1,)), lambda: 0.0)
+    state.put(Ticket((1, 1, 7), 1), [Item(b"a", 1)])
+    state.forget(1, lambda user: user[1] < 1)
+    assert state.producers.missing is None
+    state.forget(1, lambda user: True)
+    assert state.producers.missing == 1
+
+
 def test_versions_below_the_bound_are_dropped_and_counted():
     queue = Driver(capacity=9)
     for version in (1, 5, 2, None, 7):

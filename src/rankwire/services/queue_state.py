@@ -164,7 +164,9 @@ class QueueState:
 
     def forget(self, rank: int, is_gone: Callable[[User], bool]) -> None:
         """Drop the requests of users of a rank who are gone, and return what they hold."""
-        self.producers.gone(rank)
+        users = self._users.items()
+        if not any(u[0] == rank and known.has_put and not is_gone(u) for u, known in users):
+            self.producers.gone(rank)
         gone = [user for user in self._users if user[0] == rank and is_gone(user)]
         for ticket in [ticket for ticket in self.gets if ticket.user in gone]:
             self._end_get(ticket)
@@ -207,6 +209,7 @@ class QueueState:
     def _note_put(self, ticket: Ticket) -> None:
         self.activity.note_put(ticket.user[0])
         self.producers.returned(ticket.user[0])
+        self._user(ticket).has_put = True
 
     def _settle(self, ticket: Ticket, outcome: QueueOutcome, value: Any = None) -> None:
         self.settled.append((ticket, Settled(outcome, value)))

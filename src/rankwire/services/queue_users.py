@@ -53,6 +53,7 @@ class QueueUser:
     """What the queue remembers of one agent."""
 
     load: RankLoad
+    has_put: bool = False
     # By number: how many items of a put were accepted. A request that was given up is here too.
     answered: OrderedDict[int, int] = field(default_factory=OrderedDict)
     forgotten: int = -1  # the highest number that is no longer in ``answered``
