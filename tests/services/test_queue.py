@@ -264,6 +264,23 @@ def test_queues_are_known_to_their_owner_only(agents):
     assert not agents[0].functions()
 
 
+def test_no_function_of_a_user_stands_in_for_the_owner(agents, queues):
+    agents[0].register("rankwire.queue.put", lambda *args: [0, 1])
+    queues[1].put("a")
+    assert queues[2].get(timeout=1.0) == "a"
+    with pytest.raises(DeadlineExceededError, match=r"had 'rankwire[.]queue[.]get'") as info:
+        queues[2].get(timeout=0.2)
+    assert "\\x00" not in str(info.value)
+
+
+def test_producers_may_be_named():
+    roles = ["learner", "rollout", "rollout"]
+    with simulated_world(3, roles=roles) as world, agents_of(world, 0.5) as agents:
+        queue = agents[0].queue("q", capacity=1, producers=["rollout/0", 2])
+        assert queue.settings["producers"] == (1, 2)
+        assert agents[1].queue("q", capacity=1, producers="rollout").settings == queue.settings
+
+
 def test_an_item_that_cannot_be_sent_is_refused_before_anything_is(queues):
     with pytest.raises(UnsupportedTypeError, match="item"):
         queues[1].put(object())
@@ -373,6 +390,14 @@ def test_an_agent_that_closes_gives_back_what_it_holds(agents, queues):
     assert (stats.queued, stats.leased, stats.slots) == (3, 0, 0)
     with pytest.raises(ChannelClosedError):
         queues[2].get()
+
+
+def test_an_agent_that_closes_makes_no_requests_after_it_has_left(agents, queues):
+    queues[1].put("a")
+    agents[2]._end_services()  # as ``close`` does first
+    with pytest.raises(ChannelClosedError, match="this agent is closed"):
+        queues[2].get(ack=True)
+    assert queues[1].stats().queued == 1
 
 
 def test_an_owner_that_closes_ends_the_requests_that_wait(agents, queues):

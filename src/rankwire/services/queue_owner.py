@@ -9,7 +9,7 @@ requests and take back what it holds. Requests of a lost process that are served
 refused.
 
 Locks: ``OwnedQueue._lock`` guards one queue, ``QueueOwner._lock`` the table of queues and of what
-is gone. No future is completed or cancelled under a lock, and none is taken under another.
+is gone. No future is completed or cancelled under a lock, and neither is taken under the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_QUEUES = 1024
 _MOST_REASONS = 256
 _MOST_OPENING = 1024  # queues that one rank waits for
 
-PREFIX = "rankwire.queue."  # of the names of the functions
+PREFIX = "\0rankwire.queue."  # of the names of the functions; no function of a user can have it
 _SERVED = ("open", "put", "slot", "fill", "get", "acknowledge", "withdraw", "end", "leave", "stats")
 
 Reply = list[Any]  # the outcome and what belongs to it
@@ -211,10 +211,12 @@ class QueueOwner:
 
         def served(function: str) -> Callable[..., Any]:
             method: Callable[..., Any] = getattr(self, f"_{function}")
+            name = PREFIX.lstrip("\0") + function
 
             def serve(*args: Any) -> Any:
                 call = current_call()
                 assert call is not None
+                call.name = name  # in reports
                 return [int(QueueOutcome.CLOSED), 0] if self._is_closed else method(call.src, *args)
 
             return serve
@@ -253,11 +255,11 @@ class QueueOwner:
                 number = next(self._numbers)
                 self._queues[number], self._by_name[name] = queue, number
                 awaited = self._awaited.pop(name, [])
+                if self._stop_watching is None:  # after that, as it reports former losses too
+                    self._stop_watching = self._backend.on_peer_lost(self._on_lost)
         if future is not None:
             future.add_done_callback(lambda _: self._stopped_waiting(src, name, future))
             return future
-        if self._stop_watching is None:
-            self._stop_watching = self._backend.on_peer_lost(self._on_lost)
         assert number is not None
         reply = [int(QueueOutcome.DONE), [number, self._queues[number].settings.as_dict()]]
         _complete_all(awaited, reply)
