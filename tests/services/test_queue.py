@@ -14,6 +14,7 @@ from rankwire import (
     ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
+    MessageTooLargeError,
     OverloadedError,
     PeerLostError,
     QueueEndedError,
@@ -22,6 +23,7 @@ from rankwire import (
     UnsupportedTypeError,
 )
 from rankwire.services.queue_items import pack, unpack
+from rankwire.services.queue_users import QueueOutcome
 from rankwire.testing import in_parallel, simulated_world, tcp_world
 from rpc.agents import agents_of
 from worlds import PATIENCE, Running, eventually
@@ -57,7 +59,8 @@ def waiting(queue, producers=0, consumers=0):
 
 
 ITEMS = [
-    None, 1, "text", b"bytes", {"a": (1, [2.5])}, np.arange(5), np.zeros((300, 300)), b"x" * 70_000
+    None, 1, "text", b"bytes", {"a": (1, [2.5])}, np.arange(5), np.zeros((300, 300)), b"x" * 70_000,
+    "x" * 70_000, list(range(20_000))
 ]  # fmt: skip
 
 
@@ -88,6 +91,25 @@ def test_requests_that_wait_occupy_no_worker(queues):
     waiting(queues[0], consumers=20)
     queues[1].put_many(range(20))
     assert sorted(get.result() for get in gets) == list(range(20))
+
+
+def test_requests_need_no_worker_of_the_owner():
+    with simulated_world(2) as world, agents_of(world, 0.5, workers=1) as (owner, other):
+        queue = owner.queue("q", capacity=2)
+        owner.register("take", lambda: [queue.get(), queue.get()])
+        taking = other.rpc_async(0, "take", timeout=PATIENCE)
+        waiting(queue, consumers=1)
+        there = other.queue("q")
+        there.put("a", timeout=PATIENCE)
+        there.put("b", timeout=PATIENCE)
+        assert taking.result() == ["a", "b"]
+
+
+def test_each_get_may_open_the_queue_again(agents, queues):
+    putting = Running(queues[0].put_many, range(1030))
+    for number in range(1030):
+        assert agents[2].queue("q").get() == number
+    putting.result()
 
 
 def test_a_get_that_is_late_says_what_it_waited_for(queues):
@@ -242,6 +264,23 @@ def test_queues_are_known_to_their_owner_only(agents):
     assert not agents[0].functions()
 
 
+def test_no_function_of_a_user_stands_in_for_the_owner(agents, queues):
+    agents[0].register("rankwire.queue.put", lambda *args: [0, 1])
+    queues[1].put("a")
+    assert queues[2].get(timeout=1.0) == "a"
+    with pytest.raises(DeadlineExceededError, match=r"had 'rankwire[.]queue[.]get'") as info:
+        queues[2].get(timeout=0.2)
+    assert "\\x00" not in str(info.value)
+
+
+def test_producers_may_be_named():
+    roles = ["learner", "rollout", "rollout"]
+    with simulated_world(3, roles=roles) as world, agents_of(world, 0.5) as agents:
+        queue = agents[0].queue("q", capacity=1, producers=["rollout/0", 2])
+        assert queue.settings["producers"] == (1, 2)
+        assert agents[1].queue("q", capacity=1, producers="rollout").settings == queue.settings
+
+
 def test_an_item_that_cannot_be_sent_is_refused_before_anything_is(queues):
     with pytest.raises(UnsupportedTypeError, match="item"):
         queues[1].put(object())
@@ -265,6 +304,60 @@ def test_a_version_that_is_no_number_harms_no_other_rank(agents, queues):
     assert queues[2].get(min_version=np.float32(2.5)) == "b"
 
 
+def sent(queue, function, *args, user=None):
+    """Send a request as another program may; return the reply."""
+    requests = queue._requests
+    request = [*requests.new()]
+    request[1:3] = user or request[1:3]
+    return requests._client.call(queue.owner, function, requests.deadline(1.0), request, *args)
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "is_lease"),
+    [(2, 1.5, False), (1, 1 << 60, False), (1 << 40, 1, False), (1, 1, "x"), (0, 0, False)],
+)
+def test_a_get_that_is_malformed_harms_no_other_rank(queues, count, least, is_lease):
+    with pytest.raises(RemoteError, match="a get is malformed"):
+        sent(queues[1], "get", count, least, None, is_lease, [])
+    queues[1].put("a")
+    assert queues[2].get() == "a"
+    with pytest.raises(ConfigurationError, match="65536 at most"):
+        queues[1].get(1 << 40, least=1)
+
+
+def test_what_names_a_request_is_checked(queues):
+    queues[1].put("a")
+    batch = queues[1].get(1, ack=True)
+    with pytest.raises(RemoteError, match="a request has numbers only"):
+        sent(queues[1], "stats", user=["0", 0])
+    with pytest.raises(RemoteError, match="to keep is malformed"):
+        sent(queues[1], "withdraw", "all")
+    batch.ack()
+
+
+def test_a_rank_cannot_pass_for_its_next_process(queues):
+    reply = sent(queues[1], "get", 1, 1, None, False, [], user=[5, 1])
+    assert reply == [QueueOutcome.UNWANTED, 0]
+    queues[1].put("a")
+    assert queues[2].get() == "a"
+
+
+def test_a_rank_that_waits_for_many_queues_is_refused(agents, monkeypatch):
+    monkeypatch.setattr("rankwire.services.queue_owner._MOST_OPENING", 2)
+    opening = [Running(agents[1].queue, name) for name in "ab"]
+    eventually(lambda: agents[0].activity().in_service == 2)
+    with pytest.raises(OverloadedError, match="too many queues"):
+        agents[1].queue("c")
+    with pytest.raises(DeadlineExceededError):
+        agents[2].queue("c", timeout=0.05)
+    for name in "ab":
+        agents[2].queue(name, capacity=1)
+    for each in opening:
+        each.result()
+    with pytest.raises(DeadlineExceededError):
+        agents[1].queue("c", timeout=0.05)
+
+
 def test_the_queues_of_a_restarted_owner_are_gone(agents, queues):
     queues[1]._requests._number += 1  # as that of another process
     with pytest.raises(PeerLostError, match="it was restarted, and had queue 'q'") as info:
@@ -272,7 +365,7 @@ def test_the_queues_of_a_restarted_owner_are_gone(agents, queues):
     assert (info.value.peer, info.value.unconfirmed) == (0, 0)
 
 
-def test_requests_of_a_process_that_was_lost_are_refused(agents, queues):
+def test_requests_of_a_process_that_was_lost_are_refused(agents, queues, monkeypatch):
     with queues[1].slot() as slot:
         owner = agents[0]._queue_owner
         owner._lost[1] = 0
@@ -282,6 +375,7 @@ def test_requests_of_a_process_that_was_lost_are_refused(agents, queues):
     assert queues[2].stats().slots == 0
     with pytest.raises(ChannelClosedError, match="taken this rank for lost"):
         queues[1].put("later")
+    monkeypatch.setattr(agents[0].backend, "incarnation_of", lambda rank: 1)
     agents[1]._queue_client._user[0] = 1  # it was restarted
     queues[1].put("again")
     assert queues[2].get() == "again"
@@ -296,6 +390,14 @@ def test_an_agent_that_closes_gives_back_what_it_holds(agents, queues):
     assert (stats.queued, stats.leased, stats.slots) == (3, 0, 0)
     with pytest.raises(ChannelClosedError):
         queues[2].get()
+
+
+def test_an_agent_that_closes_makes_no_requests_after_it_has_left(agents, queues):
+    queues[1].put("a")
+    agents[2]._end_services()  # as ``close`` does first
+    with pytest.raises(ChannelClosedError, match="this agent is closed"):
+        queues[2].get(ack=True)
+    assert queues[1].stats().queued == 1
 
 
 def test_an_owner_that_closes_ends_the_requests_that_wait(agents, queues):
@@ -320,6 +422,20 @@ def test_a_declared_producer_that_leaves_early_is_named(agents):
     with pytest.raises(PeerLostError, match="rank 2 is lost: before it had ended its part") as info:
         agents[0].queue("q").get()
     assert info.value.peer == 2
+
+
+def test_a_get_whose_reply_is_too_large_loses_nothing():
+    limit = 100_000
+    with simulated_world(2, max_message_nbytes=limit) as world, agents_of(world, 0.5) as agents:
+        queue = agents[0].queue("q", capacity=4)
+        for letter in "abcd":
+            queue.put(letter * (limit // 3))
+        for ack in (False, True):
+            with pytest.raises(MessageTooLargeError):
+                agents[1].queue("q").get(4, ack=ack)
+            eventually(lambda: queue.stats().queued == 4)
+        assert [item[0] for item in agents[1].queue("q").get(2)] == ["a", "b"]
+        assert [item[0] for item in agents[1].queue("q").get(2)] == ["c", "d"]
 
 
 def test_a_get_of_a_cancelled_call_loses_nothing(agents, queues):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from faults.sizes import examples
-from rankwire import ConfigurationError
+from rankwire import ConfigurationError, OverloadedError
 from rankwire.services.queue_description import describe_wait
 from rankwire.services.queue_settings import QueueSettings
 from rankwire.services.queue_state import Get, QueueState
@@ -303,6 +303,16 @@ def test_a_producer_that_is_lost_before_its_end_is_named():
     assert queue.outcome(queue.get()) is ENDED
 
 
+def test_a_producer_that_was_restarted_and_puts_is_not_gone():
+    """Also if the queue learns of its loss only then."""
+    state = QueueState(QueueSettings(capacity=2, producers=(1,)), lambda: 0.0)
+    state.put(Ticket((1, 1, 7), 1), [Item(b"a", 1)])
+    state.forget(1, lambda user: user[1] < 1)
+    assert state.producers.missing is None
+    state.forget(1, lambda user: True)
+    assert state.producers.missing == 1
+
+
 def test_versions_below_the_bound_are_dropped_and_counted():
     queue = Driver(capacity=9)
     for version in (1, 5, 2, None, 7):
@@ -401,6 +411,22 @@ def test_a_rank_with_too_many_requests_is_refused():
     queue.put(*range(1500))
     leases = [queue.get(is_lease=True) for _ in range(1025)]
     assert queue.outcome(leases[-1]) is QueueOutcome.TOO_MANY
+
+
+def test_the_limits_are_those_of_a_rank_and_not_of_its_agents():
+    state = QueueState(QueueSettings(capacity=1), lambda: 0.0)
+    for number in range(1025):
+        state.get(Ticket((1, 0, number % 200), number), Get(1, 1))
+    ((_, settled),) = state.settled
+    assert settled.outcome is QueueOutcome.TOO_MANY
+    for agent in range(200, 256):
+        state.withdraw(Ticket((1, 0, agent), 1))
+    with pytest.raises(OverloadedError, match="256 agents of rank 1 use this queue"):
+        state.withdraw(Ticket((1, 0, 256), 1))
+    state.forget(1, lambda user: True)
+    state.settled.clear()
+    state.get(Ticket((1, 0, 256), 1), Get(1, 1))
+    assert not state.settled
 
 
 def test_what_a_request_waits_for_is_said():
@@ -646,11 +672,11 @@ class AnyQueue(RuleBasedStateMachine):
         for waiting in state.gets.values():
             assert state.supply.available(stats.ended) < waiting.least or len(state.gets) > 1
             break
-        users = state._users.values()
-        assert sum(user.waiting for user in users) == len(state.gets) + len(state.puts)
+        loads = state._loads.values()
+        assert sum(load.waiting for load in loads) == len(state.gets) + len(state.puts)
         waiting_nbytes = sum(put.nbytes for put in state.puts.values())
-        assert sum(user.waiting_nbytes for user in users) == waiting_nbytes
-        assert sum(user.deliveries for user in users) == len(state.deliveries)
+        assert sum(load.waiting_nbytes for load in loads) == waiting_nbytes
+        assert sum(load.deliveries for load in loads) == len(state.deliveries)
 
 
 MANY = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)

@@ -323,8 +323,10 @@ class _Table:
         self._base[keys] = (following & self._mask).view(np.int64)
 
 
-def may_hold_wide_maps(payload: bytearray, end: int) -> bool:
+def may_hold_wide_maps(payload: bytearray | memoryview, end: int) -> bool:
     """Return whether ``payload[:end]`` may hold wide maps, by two fast searches."""
+    if isinstance(payload, memoryview):  # it has no ``find``
+        payload = bytearray(payload[:end])
     return payload.find(_MAP16, 0, end) >= 0 or payload.find(_MAP32, 0, end) >= 0
 
 

@@ -28,6 +28,11 @@ class MadeCall(NamedTuple):
     name: str
     reply: Reply
 
+    @property
+    def shown(self) -> str:
+        """The function's name in reports: that of an internal one without its mark."""
+        return self.name.lstrip("\0")
+
     def give_up(self, error: RankwireError) -> None:
         """Fail the call with an error and notify the callee, unless its reply has come."""
         if self.reply.abort(error):

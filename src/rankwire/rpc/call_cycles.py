@@ -139,7 +139,7 @@ class NestedWaits:
         if drive(deadline.sooner(_FIRST_CHECK)):
             return True
         number, awaited = next(self._numbers), [made.reply.request_id]
-        wait = Wait(number, made.dst, made.name, awaited, others=others)
+        wait = Wait(number, made.dst, made.shown, awaited, others=others)
 
         def is_over(patience: Deadline) -> bool:
             call.waiting = wait

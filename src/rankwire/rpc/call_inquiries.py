@@ -83,6 +83,7 @@ class CallInquiries:
                 error.explain(f"rank {dst} does not say what it is doing")
             # A call that it does not know has ended or not arrived: then there is nothing to add.
             elif (call := answer.get(request_id)) is not None:
+                name = name.lstrip("\0")  # an internal one
                 error.explain(f"rank {dst} has had {name!r} for {call.age:.3g} s; it {call.doing}")
             if of_all.detail:
                 error.explain(of_all.detail).is_explained = True
@@ -177,16 +178,16 @@ class ActiveCalls:
             awaited = list((job.awaited or {}).values()) if made is None else [made]
             needs = [self._made(made.dst, made.reply.request_id) for made in awaited]
             if awaited:
-                named = ", ".join(f"rank {made.dst} {made.name!r}" for made in awaited[:3])
+                named = ", ".join(f"rank {made.dst} {made.shown!r}" for made in awaited[:3])
                 doing += f", of {named}"
         else:
             doing = self._describe_running(job)
             if job.outgoing:
-                calls = [f"rank {made.dst} {made.name!r}" for made in list(job.outgoing.values())]
+                calls = [f"rank {made.dst} {made.shown!r}" for made in list(job.outgoing.values())]
                 doing += f" and has calls in flight: {', '.join(calls[:3])}"
             elif job.unanswered is not None:
                 late = job.unanswered
-                doing += f" after it waited for rank {late.dst} {late.name!r} until its deadline"
+                doing += f" after it waited for rank {late.dst} {late.shown!r} until its deadline"
         outline = self.outline(key)
         return replace(outline, depth=job.depth, doing=doing, needs=tuple(needs), wait=wait)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
-from rankwire.backends.arguments import check_rank
+from rankwire.backends.arguments import check_rank, check_ranks
 from rankwire.errors import ChannelClosedError, ConfigurationError, OverloadedError, RankwireError
 from rankwire.override import override
 from rankwire.rpc.agent import Agent
@@ -40,7 +40,7 @@ class AgentQueues(Agent):
         uses: int | None = 1,
         ratio: float | None = None,
         tolerance: float = math.inf,
-        producers: Sequence[int] = (),
+        producers: Sequence[int | str] | str = (),
         timeout: float | None = None,
     ) -> Queue[Any]:
         """Return a queue that one rank owns, and make it if no rank has.
@@ -64,8 +64,8 @@ class AgentQueues(Agent):
             ratio: How often items may be taken for each item put. A get waits while it would take
                 more.
             tolerance: With ``ratio``: a put waits if items could then be taken so many times more.
-            producers: The ranks that end the queue together, each by ``end``. If one is lost
-                first, gets from the empty queue raise ``PeerLostError``.
+            producers: The ranks, or their names or roles, that end the queue together, each by
+                ``end``. If one is lost first, gets from the empty queue raise ``PeerLostError``.
             timeout: Seconds to wait; None is the agent's timeout.
 
         Raises:
@@ -75,9 +75,19 @@ class AgentQueues(Agent):
         owner = check_rank(owner, self.world_size, self.backend.roles)
         settings = None
         if capacity is not None:
-            ranks = tuple(check_rank(rank, self.world_size) for rank in producers)
+            ranks = []
+            if producers:
+                ranks = check_ranks(producers, self.world_size, self.backend.roles)
             settings = QueueSettings(
-                capacity, capacity_nbytes, when_full, order, seed, uses, ratio, tolerance, ranks
+                capacity,
+                capacity_nbytes,
+                when_full,
+                order,
+                seed,
+                uses,
+                ratio,
+                tolerance,
+                tuple(ranks),
             )
         deadline = self._queue_client.deadline_of(timeout)
         sent = None if settings is None else settings.as_dict()
@@ -85,7 +95,7 @@ class AgentQueues(Agent):
             self._queue_owners[owner] = None
             outcome, value = self._queue_client.call(owner, "open", deadline, name, sent)
             if outcome == QueueOutcome.TOO_MANY:
-                raise OverloadedError(f"rank {owner} has too many queues")
+                raise OverloadedError(f"rank {owner} has, or this one waits for, too many queues")
             if outcome != QueueOutcome.DONE:
                 raise ChannelClosedError(f"the agent of rank {owner} is closing")
             number, found = value
@@ -111,6 +121,7 @@ class AgentQueues(Agent):
     @override
     def _end_services(self) -> None:
         super()._end_services()
+        self._queue_client.is_closing = True
         self._queue_owner.close()
         while self._queue_owners:
             rank, _ = self._queue_owners.popitem()

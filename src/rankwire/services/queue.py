@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -18,6 +17,7 @@ from rankwire.services.queue_holds import QueueBatch, QueueSlot
 from rankwire.services.queue_items import decode_item, encode_item, unpack
 from rankwire.services.queue_requests import QueueRequests, Request
 from rankwire.services.queue_settings import QueueStats
+from rankwire.services.queue_state import MOST_ITEMS
 
 _PART_ITEMS, _PART_NBYTES = 256, 1 << 20  # of one call of ``put_many``
 
@@ -43,7 +43,7 @@ class Queue(PublicDir, Generic[T]):
         self.owner = requests.owner
         self.settings = settings
         self._requests = requests
-        self._received: deque[int] = deque()  # gets whose items came; the owner is not told yet
+        self._received = requests.received
 
     # -- putting -----------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Queue(PublicDir, Generic[T]):
         ask for acknowledgements. A get that fails loses nothing.
 
         Args:
-            n: The number of items. If the queue ends, the last list is shorter.
+            n: The number of items, 65536 at most. If the queue ends, the last list is shorter.
             least: How many items are enough; None is ``n``.
             timeout: Seconds to wait; None is the agent's timeout.
             min_version: Drop items of lower versions, and count them as stale.
@@ -237,8 +237,11 @@ class Queue(PublicDir, Generic[T]):
         is_lease: bool,
     ) -> list[T]:
         least = count if least is None else least
-        if type(count) is not int or type(least) is not int or not 1 <= least <= count:
-            raise ConfigurationError(f"a get takes 1 item or more, not {least!r} to {count!r}")
+        are_counts = type(count) is int and type(least) is int
+        if not (are_counts and 1 <= least <= count <= MOST_ITEMS):
+            raise ConfigurationError(
+                f"a get takes 1 item or more, and {MOST_ITEMS} at most, not {least!r} to {count!r}"
+            )
         deadline = self._requests.deadline(timeout)
         received: list[int] = []
         try:

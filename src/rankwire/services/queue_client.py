@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
 from rankwire import runtime
 from rankwire.deadline import Deadline
+from rankwire.errors import ChannelClosedError
 from rankwire.rpc.agent import Agent
 from rankwire.rpc.call import serving
 from rankwire.rpc.future import RpcFuture
@@ -24,11 +26,19 @@ class QueueClient:
         self._agent = agent
         self.rank = agent.rank
         self.codec = agent.codec
+        self.is_closing = False  # the owners are told; what they gave later would not come back
         self._user = [agent.backend.incarnation, runtime.randbits(48)]
         self._numbers = itertools.count(1)
+        # Of all ``Queue`` objects together, by owner and queue, as the owner counts deliveries.
+        self.received: dict[tuple[int, int], deque[int]] = {}
 
     def call(self, owner: int, function: str, deadline: Deadline, *args: Any) -> Any:
         """Call the owner of a queue."""
+        if self.is_closing:
+            raise ChannelClosedError("this agent is closed")
+        return self._call(owner, function, deadline, *args)
+
+    def _call(self, owner: int, function: str, deadline: Deadline, *args: Any) -> Any:
         caller = self._agent._caller
         return caller.call(owner, PREFIX + function, deadline, serving.get(), args, {})
 
@@ -50,4 +60,4 @@ class QueueClient:
     def leave(self, owner: int) -> None:
         """Tell an owner that this agent closes."""
         deadline = Deadline(_LEAVE_LIMIT, self._agent.backend.clock)
-        self.call(owner, "leave", deadline, self.new_request(0))
+        self._call(owner, "leave", deadline, self.new_request(0))

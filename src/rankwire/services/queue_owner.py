@@ -9,13 +9,13 @@ requests and take back what it holds. Requests of a lost process that are served
 refused.
 
 Locks: ``OwnedQueue._lock`` guards one queue, ``QueueOwner._lock`` the table of queues and of what
-is gone. No future is completed or cancelled under a lock, and none is taken under another.
+is gone. No future is completed or cancelled under a lock, and neither is taken under the other.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import astuple
@@ -32,14 +32,15 @@ from rankwire.rpc.registry import Function
 from rankwire.services.queue_description import describe_wait
 from rankwire.services.queue_items import Packed, pack, unpack
 from rankwire.services.queue_settings import QueueSettings
-from rankwire.services.queue_state import Get, QueueState, Settled
+from rankwire.services.queue_state import MOST_ITEMS, Get, QueueState, Settled
 from rankwire.services.queue_supply import Item
 from rankwire.services.queue_users import QueueOutcome, Ticket, User
 
 _MOST_QUEUES = 1024
 _MOST_REASONS = 256
+_MOST_OPENING = 1024  # queues that one rank waits for
 
-PREFIX = "rankwire.queue."  # of the names of the functions
+PREFIX = "\0rankwire.queue."  # of the names of the functions; no function of a user can have it
 _SERVED = ("open", "put", "slot", "fill", "get", "acknowledge", "withdraw", "end", "leave", "stats")
 
 Reply = list[Any]  # the outcome and what belongs to it
@@ -188,6 +189,7 @@ class QueueOwner:
         self._queues: dict[int, OwnedQueue] = {}
         self._by_name: dict[str, int] = {}
         self._awaited: dict[str, list[WaitingRequest]] = {}
+        self._opening: Counter[int] = Counter()  # how many of these each rank waits for
         self._lost: dict[int, int] = {}  # by rank: the last incarnation that was lost
         self._is_closed = False
         self._stop_watching: Callable[[], None] | None = None
@@ -209,15 +211,20 @@ class QueueOwner:
 
         def served(function: str) -> Callable[..., Any]:
             method: Callable[..., Any] = getattr(self, f"_{function}")
+            name = PREFIX.lstrip("\0") + function
 
             def serve(*args: Any) -> Any:
                 call = current_call()
                 assert call is not None
+                call.name = name  # in reports
                 return [int(QueueOutcome.CLOSED), 0] if self._is_closed else method(call.src, *args)
 
             return serve
 
-        return {PREFIX + name: Function(PREFIX + name, served(name)) for name in _SERVED}
+        functions = {PREFIX + name: Function(PREFIX + name, served(name)) for name in _SERVED}
+        for each in functions.values():
+            each.needs_worker = False  # a function that waits for another request may have it
+        return functions
 
     # -- what other ranks call ---------------------------------------------------------------------
 
@@ -226,6 +233,7 @@ class QueueOwner:
 
         Without settings, wait until another rank makes it.
         """
+        _check(type(name) is str, "the name of a queue is text")
         wanted = None if settings is None else QueueSettings.of(settings)
         future = None
         awaited: list[WaitingRequest] = []
@@ -234,21 +242,24 @@ class QueueOwner:
                 return [int(QueueOutcome.CLOSED), 0]
             number = self._by_name.get(name)
             if number is None and wanted is None:
+                if self._opening[src] >= _MOST_OPENING:
+                    return [int(QueueOutcome.TOO_MANY), 0]
+                self._opening[src] += 1
                 future = WaitingRequest(lambda: f"waits until a rank makes queue {name!r}")
                 self._awaited.setdefault(name, []).append(future)
             elif number is None:
                 assert wanted is not None
                 if len(self._queues) >= _MOST_QUEUES:
                     return [int(QueueOutcome.TOO_MANY), 0]
-                number = self._by_name[name] = next(self._numbers)
-                now = self._backend.clock.now
-                self._queues[number] = OwnedQueue(name, wanted, now, self._is_lost)
+                queue = OwnedQueue(name, wanted, self._backend.clock.now, self._is_lost)
+                number = next(self._numbers)
+                self._queues[number], self._by_name[name] = queue, number
                 awaited = self._awaited.pop(name, [])
+                if self._stop_watching is None:  # after that, as it reports former losses too
+                    self._stop_watching = self._backend.on_peer_lost(self._on_lost)
         if future is not None:
-            future.add_done_callback(lambda _: self._stopped_waiting(name, future))
+            future.add_done_callback(lambda _: self._stopped_waiting(src, name, future))
             return future
-        if self._stop_watching is None:
-            self._stop_watching = self._backend.on_peer_lost(self._on_lost)
         assert number is not None
         reply = [int(QueueOutcome.DONE), [number, self._queues[number].settings.as_dict()]]
         _complete_all(awaited, reply)
@@ -286,8 +297,10 @@ class QueueOwner:
         received: list[int],
     ) -> Any:
         """Take items."""
-        _check_numbers(min_version, count, least)
-        get = Get(max(count, 1), max(least, 1), min_version, is_lease)
+        _check_numbers(min_version)
+        are_counts = type(count) is int and type(least) is int and type(is_lease) is bool
+        _check(are_counts and 1 <= least <= count <= MOST_ITEMS, "a get is malformed")
+        get = Get(count, least, min_version, is_lease)
         return self._request(src, use, lambda state, ticket: state.get(ticket, get, received))
 
     def _acknowledge(self, src: int, use: list[int]) -> Any:
@@ -296,6 +309,7 @@ class QueueOwner:
 
     def _withdraw(self, src: int, use: list[int], keep: int) -> Any:
         """Undo a request; the value is what is known of it."""
+        _check(type(keep) is int and keep >= 0, "the number of items to keep is malformed")
         queue = self._queues.get(use[0])
         if queue is None:
             return [int(QueueOutcome.UNKNOWN), 0]
@@ -334,7 +348,9 @@ class QueueOwner:
         return [int(QueueOutcome.DONE), queue.change(lambda state: change(state, ticket))]
 
     def _is_lost(self, user: User) -> bool:
-        return user[1] <= self._lost.get(user[0], -1)
+        rank, incarnation, _ = user
+        newest = self._backend.incarnation_of(rank)
+        return not self._lost.get(rank, -1) < incarnation <= newest
 
     def _on_lost(self, error: PeerLostError) -> None:
         rank = error.peer
@@ -344,8 +360,9 @@ class QueueOwner:
         for queue in list(self._queues.values()):
             queue.forget(rank, self._is_lost)
 
-    def _stopped_waiting(self, name: str, future: WaitingRequest) -> None:
+    def _stopped_waiting(self, src: int, name: str, future: WaitingRequest) -> None:
         with self._lock:
+            self._opening[src] -= 1
             awaited = self._awaited.get(name, [])
             if future in awaited:
                 awaited.remove(future)
@@ -360,8 +377,15 @@ def _complete_all(waiting: list[WaitingRequest], reply: Reply) -> None:
 
 
 def _ticket(src: int, use: list[int]) -> Ticket:
+    _check(all(type(each) is int for each in use), "a request has numbers only")
     _, incarnation, agent, number = use
     return Ticket((src, incarnation, agent), number)
+
+
+def _check(is_valid: bool, text: str) -> None:
+    # Before anything is changed that other ranks use too.
+    if not is_valid:
+        raise InvalidMessageError(text)
 
 
 def _check_numbers(*values: Any) -> None:

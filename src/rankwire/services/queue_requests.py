@@ -7,6 +7,7 @@ loss of the owner leaves open what became of a put.
 
 from __future__ import annotations
 
+from collections import deque
 from contextvars import Context
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from rankwire.errors import (
     ChannelClosedError,
     ConfigurationError,
     DeadlineExceededError,
+    FunctionNotFoundError,
     InvalidMessageError,
     OverloadedError,
     PeerLostError,
@@ -27,6 +29,16 @@ from rankwire.services.queue_items import pack
 from rankwire.services.queue_users import QueueOutcome
 
 _ANSWER_LIMIT = 1.0  # seconds to learn what became of a request whose deadline has passed
+# After these, the owner has nothing to undo, or cannot be told. After any other error it may have
+# served the request: its reply was too large, or failed.
+_LEAVE_NOTHING = (
+    ChannelClosedError,
+    ConfigurationError,
+    FunctionNotFoundError,
+    OverloadedError,
+    PeerLostError,
+    QueueEndedError,
+)
 
 Request = list[int]  # what the owner finds the queue, the user and the request by
 
@@ -39,6 +51,8 @@ class QueueRequests:
         self.owner = owner
         self._client = client
         self._number = number
+        # Gets whose items came; the owner is not told yet.
+        self.received = client.received.setdefault((owner, number), deque())
 
     @property
     def codec(self) -> Codec:
@@ -162,12 +176,12 @@ class QueueRequests:
 
         Only after a deadline, this waits for the owner.
         """
-        if isinstance(error, (PeerLostError, ChannelClosedError)):
-            return None
-        if isinstance(error, RankwireError) and not getattr(error, "may_have_run", False):
+        if isinstance(error, _LEAVE_NOTHING):
             return None
         if not isinstance(error, DeadlineExceededError):
             self.give_back(request)
+            return None
+        if not error.may_have_run:
             return None
         try:
             answer = self._withdrawn(request)

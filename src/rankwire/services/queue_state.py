@@ -16,16 +16,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from rankwire.errors import OverloadedError
 from rankwire.services.queue_settings import QueueSettings, QueueStats
 from rankwire.services.queue_supply import Item, Supply
 from rankwire.services.queue_users import (
+    MOST_USERS,
     Producers,
     QueueActivity,
     QueueOutcome,
     QueueUser,
+    RankLoad,
     Ticket,
     User,
 )
+
+MOST_ITEMS = 1 << 16  # of one get
 
 
 class Settled(NamedTuple):
@@ -81,6 +86,7 @@ class QueueState:
         self.producers = Producers(settings.producers)
         self.activity = QueueActivity(now)
         self._users: dict[User, QueueUser] = {}
+        self._loads: dict[int, RankLoad] = {}  # by rank
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -116,7 +122,7 @@ class QueueState:
         if refusal is not None:
             self._settle(ticket, refusal)
             return
-        user.waiting += 1
+        user.load.waiting += 1
         self.gets[ticket] = get
         self._advance()
 
@@ -158,7 +164,9 @@ class QueueState:
 
     def forget(self, rank: int, is_gone: Callable[[User], bool]) -> None:
         """Drop the requests of users of a rank who are gone, and return what they hold."""
-        self.producers.gone(rank)
+        users = self._users.items()
+        if not any(u[0] == rank and known.has_put and not is_gone(u) for u, known in users):
+            self.producers.gone(rank)
         gone = [user for user in self._users if user[0] == rank and is_gone(user)]
         for ticket in [ticket for ticket in self.gets if ticket.user in gone]:
             self._end_get(ticket)
@@ -191,12 +199,17 @@ class QueueState:
     def _user(self, ticket: Ticket) -> QueueUser:
         user = self._users.get(ticket.user)
         if user is None:
-            user = self._users[ticket.user] = QueueUser()
+            rank = ticket.user[0]
+            if sum(each[0] == rank for each in self._users) >= MOST_USERS:
+                raise OverloadedError(f"{MOST_USERS} agents of rank {rank} use this queue")
+            load = self._loads.setdefault(rank, RankLoad())
+            user = self._users[ticket.user] = QueueUser(load)
         return user
 
     def _note_put(self, ticket: Ticket) -> None:
         self.activity.note_put(ticket.user[0])
         self.producers.returned(ticket.user[0])
+        self._user(ticket).has_put = True
 
     def _settle(self, ticket: Ticket, outcome: QueueOutcome, value: Any = None) -> None:
         self.settled.append((ticket, Settled(outcome, value)))
@@ -207,8 +220,8 @@ class QueueState:
         if refusal is not None:
             self._settle(ticket, refusal, 0)
             return
-        user.waiting += 1
-        user.waiting_nbytes += nbytes
+        user.load.waiting += 1
+        user.load.waiting_nbytes += nbytes
         self.puts[ticket] = put
         if self.settings.drops and not (put.is_slot or self.supply.runs_ahead):
             self.puts.move_to_end(ticket, last=False)  # it must not wait behind slots
@@ -230,7 +243,7 @@ class QueueState:
         count = min(get.count, self.supply.available(has_ended))
         if count >= get.least or (count and has_ended):
             items = self.supply.take(count, get.is_lease)
-            self._user(ticket).deliveries += 1
+            self._user(ticket).load.deliveries += 1
             self.deliveries[ticket] = Delivery(items, get.is_lease)
             self._settle(ticket, QueueOutcome.DONE, items)
         elif not has_ended or self._stats.leased:  # what is leased may come back
@@ -256,7 +269,7 @@ class QueueState:
             if outcome is QueueOutcome.DONE:
                 item = put.items.popleft()
                 put.accepted += 1
-                self._user(ticket).waiting_nbytes -= item.nbytes
+                self._user(ticket).load.waiting_nbytes -= item.nbytes
                 if put.items:
                     return True
         if outcome is None:
@@ -297,15 +310,15 @@ class QueueState:
 
     def _end_get(self, ticket: Ticket) -> None:
         del self.gets[ticket]
-        self._user(ticket).waiting -= 1
+        self._user(ticket).load.waiting -= 1
 
     def _end_put(self, ticket: Ticket) -> None:
         user, put = self._user(ticket), self.puts.pop(ticket)
-        user.waiting -= 1
-        user.waiting_nbytes -= put.nbytes
+        user.load.waiting -= 1
+        user.load.waiting_nbytes -= put.nbytes
 
     def _take_delivery(self, ticket: Ticket) -> Delivery | None:
         delivery = self.deliveries.pop(ticket, None)
         if delivery is not None:
-            self._user(ticket).deliveries -= 1
+            self._user(ticket).load.deliveries -= 1
         return delivery

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-_MOST_WAITING = 1024  # puts and gets of one user
+_MOST_WAITING = 1024  # puts and gets of one rank
 _MOST_WAITING_NBYTES = 256 << 20  # of the puts; one of any size may always wait
-_MOST_DELIVERIES = 1024  # to one user, not acknowledged or confirmed
+_MOST_DELIVERIES = 1024  # to one rank, not acknowledged or confirmed
 _MOST_REMEMBERED = 256  # last requests of one user, for those that ask what became of one
+MOST_USERS = 256  # of one rank
 _MOST_NAMED = 4  # ranks in a text
 
 User = tuple[int, int, int]  # rank, incarnation, agent
@@ -39,15 +40,23 @@ class QueueOutcome(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class QueueUser:
-    """What the queue remembers of one agent."""
+class RankLoad:
+    """What the queue holds for one rank: an agent chooses its own number, but not its rank."""
 
-    # By number: how many items of a put were accepted. A request that was given up is here too.
-    answered: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    forgotten: int = -1  # the highest number that is no longer in ``answered``
     waiting: int = 0
     waiting_nbytes: int = 0
     deliveries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class QueueUser:
+    """What the queue remembers of one agent."""
+
+    load: RankLoad
+    has_put: bool = False
+    # By number: how many items of a put were accepted. A request that was given up is here too.
+    answered: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    forgotten: int = -1  # the highest number that is no longer in ``answered``
 
     def remember(self, number: int, accepted: int) -> None:
         """Note what became of a request."""
@@ -63,8 +72,9 @@ class QueueUser:
         """Return why a request is refused, or None."""
         if number in self.answered:
             return QueueOutcome.UNWANTED
-        is_large = self.waiting_nbytes and self.waiting_nbytes + nbytes > _MOST_WAITING_NBYTES
-        if is_large or self.waiting >= _MOST_WAITING or self.deliveries >= _MOST_DELIVERIES:
+        load = self.load
+        is_large = load.waiting_nbytes and load.waiting_nbytes + nbytes > _MOST_WAITING_NBYTES
+        if is_large or load.waiting >= _MOST_WAITING or load.deliveries >= _MOST_DELIVERIES:
             return QueueOutcome.TOO_MANY
         return None
 
