@@ -17,13 +17,16 @@ import msgspec
 import numpy as np
 
 from rankwire import runtime
+from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
+    ChannelClosedError,
     CircularCallError,
     DeadlineExceededError,
     InvalidMessageError,
     MessageTooLargeError,
+    PeerLostError,
     RankwireError,
 )
 from rankwire.rpc.call import Call
@@ -77,6 +80,23 @@ def reporting_time(size: int) -> float:
     return _LEVEL * (1 + height(size))
 
 
+class Starter:
+    """Starts calls of ranks, as long as each is the process that it was. Safe from any thread."""
+
+    def __init__(self, caller: Caller, backend: Backend, ranks: Iterable[int]) -> None:
+        self._caller = caller
+        self._backend = backend
+        self._incarnations = {rank: backend.incarnation_of(rank) for rank in ranks}
+
+    def start(self, rank: int, deadline: Deadline, call: Call | None, args: Any) -> RpcFuture[Any]:
+        """Have a rank relay; raise if it was restarted: its former process may have run it."""
+        if self._backend.incarnation_of(rank) != self._incarnations[rank]:
+            error = PeerLostError(rank, "it was restarted during the group call")
+            error.may_have_run = True
+            raise error
+        return self._caller.start(rank, RELAY, deadline, call, args, {})
+
+
 class Gathering:
     """What came back from the members of a group call. Safe from any thread.
 
@@ -91,7 +111,7 @@ class Gathering:
 
     def __init__(
         self,
-        caller: Caller,
+        starter: Starter,
         run_soon: Callable[[Callable[[], None]], None],
         plan: Plan,
         payload: np.ndarray[Any, Any],
@@ -99,7 +119,7 @@ class Gathering:
         deadline: Deadline,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
-        self._caller = caller
+        self._starter = starter
         self._run_soon = run_soon
         self.plan = plan
         self._payload = payload
@@ -139,7 +159,7 @@ class Gathering:
         limit = Deadline(left + reporting_time(high - low), clock)
         arguments = (list(msgspec.structs.astuple(part)), self._payload)
         try:
-            future = self._caller.start(part.ranks[0], RELAY, limit, self._call, arguments, {})
+            future = self._starter.start(part.ranks[0], limit, self._call, arguments)
         except MessageTooLargeError:
             raise  # only the caller's first messages can be: others have shorter lists of ranks
         except RankwireError as error:
@@ -201,6 +221,11 @@ class Gathering:
                 self.open(delegations(*span, span[0]))
             finally:
                 self.close(span)
+
+    def may_have_run(self, at: int) -> bool:
+        """Return whether a lost or closed agent of a member may have begun the function."""
+        error = self.failures.get(at)
+        return isinstance(error, (PeerLostError, ChannelClosedError)) and error.may_have_run
 
     # -- for the thread of the caller --------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from rankwire.rpc.messages import (
 )
 from rankwire.rpc.registry import Function
 from rankwire.rpc.served_call import ServedCall
-from rankwire.services.group_gathering import RELAY, Gathering, Plan, reporting_time
+from rankwire.services.group_gathering import RELAY, Gathering, Plan, Starter, reporting_time
 from rankwire.services.group_tree import combiner, delegations, merged
 
 if TYPE_CHECKING:
@@ -138,6 +138,10 @@ class Members:
         own[PART] = Function(PART, self.run_part)
         own[PART_ASYNC] = Function(PART_ASYNC, self.run_part_async)
 
+    def starter(self, ranks: list[int]) -> Starter:
+        """Return what calls these ranks in one group call."""
+        return Starter(self._caller, self._agent.backend, ranks)
+
     # -- relaying ----------------------------------------------------------------------------------
 
     def relay(self, header: Any, payload: Any) -> Future[Any]:
@@ -150,7 +154,7 @@ class Members:
         call.awaited = joined.outgoing
         reply = _Gathered()
         gathering = Gathering(
-            self._caller,
+            self.starter(plan.ranks),
             self.run_soon,
             plan,
             payload,
@@ -265,6 +269,10 @@ class Members:
         # An interrupt may have this called again.
         plan, parts = gathering.plan, gathering.parts
         is_direct = joined.gatherings.pop(gathering, False)
+        for at, error in gathering.failures.items():
+            # The caller must not call a new agent there. It may reach a rank that is lost here.
+            if isinstance(error, ChannelClosedError) and gathering.may_have_run(at):
+                gathering.outcomes.setdefault(at, self._encoded(error))
         if plan.reduce:
             # If they cannot be combined, the caller gets the error itself.
             with suppress(Exception):

@@ -251,16 +251,18 @@ class GroupRuns:
         plan = Plan(
             own, agent, number.value, key, number.settled, name, 0, group.ranks, reduce, wanted
         )
-        gathering = Gathering(
-            self._caller, self._members.run_soon, plan, payload, group.call, group.deadline
-        )
+        starter, run_soon = self._members.starter(group.ranks), self._members.run_soon
+        gathering = Gathering(starter, run_soon, plan, payload, group.call, group.deadline)
         try:
             if count > DIRECT:
                 gathering.open([*delegations(0, count, place), *_single(place)])
                 gathering.wait()
             self._raise_own(gathering)
             # These cannot be reached over relays, refuse them, or have a large value.
-            left = [at for at in range(count) if not _has(gathering, at)]
+            # A new agent or process of a rank would not know that the former one began the call.
+            left = [
+                at for at in range(count) if not (_has(gathering, at) or gathering.may_have_run(at))
+            ]
             if left and not group.deadline.expired:
                 gathering.open((at, at + 1) for at in left)
                 gathering.wait()
