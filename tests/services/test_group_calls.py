@@ -131,6 +131,22 @@ def test_an_argument_that_cannot_be_sent_is_refused(size):
             assert agent.activity()[:2] == (0, 0)
 
 
+@pytest.mark.parametrize("size", [2, 12])
+def test_an_iterator_that_all_ranks_would_share_is_refused(size):
+    with agents(size) as made:
+        for agent in made:
+            agent.register("f", lambda items: [*items])
+        for settings in ({}, {"need": 1}):
+            with pytest.raises(UnsupportedTypeError, match=r"args\[0\]"):
+                made[0].to_all(**settings).f(iter([1, 2]))
+            with pytest.raises(UnsupportedTypeError, match="items"):
+                made[0].to_all(**settings).f(items=iter([1, 2]))
+        with pytest.raises(UnsupportedTypeError, match=r"args\[0\]"):
+            made[0].as_completed("f", iter([1, 2]))
+        result = made[0].to_all(args_of=lambda rank: (iter([rank, 7]),)).f()
+        assert result.values == {rank: [rank, 7] for rank in range(size)}
+
+
 def test_a_result_says_what_is_in_it():
     result = GroupResult("f", [3, 1, 2])
     result.values, result.errors, result.missing = {1: 5}, {2: PeerLostError(2, "gone")}, [3]

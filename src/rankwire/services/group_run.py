@@ -25,7 +25,9 @@ from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
     RankwireError,
+    UnsupportedTypeError,
 )
+from rankwire.rpc.argument_streams import is_iterator
 from rankwire.rpc.call import Call
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import decode_reply
@@ -48,6 +50,7 @@ ArgsOf: TypeAlias = Callable[[int], tuple[Any, ...]]
 
 DIRECT = 8  # up to so many ranks are called one by one
 _PATHS = ("args", "kwargs")
+_ONE_RANK_ONLY = "One rank would take its items: send a list, or give each rank its own by args_of"
 
 
 class GroupCall(NamedTuple):
@@ -134,6 +137,10 @@ class GroupRuns:
     # -- ranks called one by one -------------------------------------------------------------------
 
     def _start_each(self, group: GroupCall) -> dict[int, RpcFuture[Any]]:
+        for place, value in [*enumerate(group.args), *group.kwargs.items()]:
+            if is_iterator(value):
+                path, advice = f"{_PATHS[type(place) is str]}[{place!r}]", _ONE_RANK_ONLY
+                raise UnsupportedTypeError(path, type(value).__qualname__, advice)
         futures: dict[int, RpcFuture[Any]] = {}
         start, deadline, call = self._caller.start, group.deadline, group.call
         try:
