@@ -394,6 +394,31 @@ def test_a_rank_cannot_answer_for_a_group_call_whose_key_it_does_not_know():
         assert runs == [1, 1]
 
 
+def test_a_rank_cannot_end_group_calls_that_it_did_not_pass_on():
+    runs = []
+    with agents(4) as made:
+        made[1].register("note", lambda: runs.append(1))
+        assert relayed(made[2], 1, PLAN, payload_of(made[2])) is None
+        forged = msgspec.structs.replace(PLAN, settled=2**60, key=78)
+        assert isinstance(relayed(made[3], 1, forged, payload_of(made[3])), PermissionError)
+        forged = msgspec.structs.replace(forged, number=2)
+        assert relayed(made[3], 1, forged, payload_of(made[3])) is None
+        assert relayed(made[2], 1, PLAN, payload_of(made[2])) is None
+        assert runs == [1, 1], "the first call is remembered: its repeat joins"
+        later = msgspec.structs.replace(PLAN, number=3, settled=3)
+        assert relayed(made[2], 1, later, payload_of(made[2])) is None
+        assert runs == [1, 1, 1]
+
+
+def test_a_relay_ends_the_group_calls_that_it_passed_on():
+    with agents(4) as made:
+        made[1].register("note", lambda: 1)
+        for number in (1, 2, 3):
+            plan = msgspec.structs.replace(PLAN, number=number, settled=number)
+            assert relayed(made[3], 1, plan, payload_of(made[3])) is None
+        assert [each.plan.number for each in remembered(made[1])] == [3]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

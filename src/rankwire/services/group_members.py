@@ -200,22 +200,33 @@ class Members:
         incarnation = self._agent.backend.incarnation_of(plan.origin)
         key = plan.origin, plan.agent
         over = self._sweep()
-        with self._lock:
-            caller = self._callers.setdefault(key, _Caller(incarnation))
-            if plan.settled > caller.settled:
-                caller.settled = plan.settled
-                numbers = [each for each in caller.calls if each < plan.settled]
-                over += [caller.calls.pop(number) for number in numbers]
-            joined = caller.calls.get(plan.number)
-            if joined is None:
-                self._check_room(plan, call.src, caller)
-                joined = JoinedCall(plan, call.src, deadline, call.links)
-                caller.calls[plan.number] = joined
-        for each in over:
-            each.cancel()
-        if joined.plan.key != plan.key:
-            raise PermissionError(f"rank {call.src} passes on a group call with a wrong key")
+        try:
+            with self._lock:
+                caller = self._callers.setdefault(key, _Caller(incarnation))
+                joined = caller.calls.get(plan.number)
+                if joined is not None and joined.plan.key != plan.key:
+                    raise PermissionError(f"rank {call.src} passes on a group call with a wrong key")
+                over += self._settled(plan, call.src, caller)
+                if joined is None:
+                    self._check_room(plan, call.src, caller)
+                    joined = JoinedCall(plan, call.src, deadline, call.links)
+                    caller.calls[plan.number] = joined
+        finally:
+            for each in over:
+                each.cancel()
         return joined
+
+    def _settled(self, plan: Plan, sender: int, caller: _Caller) -> list[JoinedCall]:
+        """Remove the group calls that are over; a relay can say that of what it passed on."""
+        is_direct = sender == plan.origin
+        if is_direct:
+            caller.settled = max(caller.settled, plan.settled)
+        over = [
+            number
+            for number, each in caller.calls.items()
+            if number < plan.settled and (is_direct or each.sender == sender)
+        ]
+        return [caller.calls.pop(number) for number in over]
 
     def _check_room(self, plan: Plan, sender: int, caller: _Caller) -> None:
         if plan.number < caller.settled:
