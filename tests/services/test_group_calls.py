@@ -1,11 +1,13 @@
 """Group calls: messages, arguments, and what a hostile or slow rank can do."""
 
+import gc
 import itertools
 import math
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import contextmanager, suppress
 
@@ -29,7 +31,7 @@ from rankwire.deadline import Deadline
 from rankwire.rpc.messages import encode_result
 from rankwire.rpc.registry import Function
 from rankwire.services import group_members
-from rankwire.services.group_gathering import RELAY, Plan
+from rankwire.services.group_gathering import RELAY, Gathering, Plan
 from rankwire.services.group_result import failure_of
 from rankwire.testing import run_ranks, simulated_world
 from worlds import eventually
@@ -466,6 +468,50 @@ def test_the_members_of_a_relay_are_limited(monkeypatch):
         assert "too many group calls" in str(relayed(made[2], 1, plan, payload_of(made[2])))
         plan = msgspec.structs.replace(PLAN, number=4)
         assert relayed(made[0], 1, plan, payload_of(made[0])) is None, "another rank has its own"
+
+
+def test_arguments_count_until_a_relay_has_answered(monkeypatch):
+    monkeypatch.setattr(group_members, "_MOST_NBYTES", 50_000)
+    begun, go = threading.Semaphore(0), threading.Event()
+    with agents(4) as made:
+        made[1].register("note", lambda _: begun.release())
+        made[3].register("note", lambda _: begun.release() or (go.wait(10) and None))
+        payload = payload_of(made[2], b"a" * 100_000)
+        plan = msgspec.structs.replace(PLAN, ranks=[1, 3])
+        header = list(msgspec.structs.astuple(plan))
+        first = call_own(made[2], 1, RELAY, header, payload)
+        assert begun.acquire(timeout=10)
+        assert begun.acquire(timeout=10)
+        other = msgspec.structs.replace(plan, number=2)
+        for one in (plan, other):  # a repeat, and another
+            assert "too many group calls" in str(relayed(made[2], 1, one, payload))
+        go.set()
+        assert first.exception(10) is None
+        assert relayed(made[2], 1, other, payload) is None
+
+
+def test_a_relay_frees_the_arguments_when_it_has_answered(monkeypatch):
+    made_here = []
+    init = Gathering.__init__
+
+    def noting(self, *args, **kwargs):
+        made_here.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Gathering, "__init__", noting)
+    with agents(12) as made:
+        for agent in made:
+            agent.register("size", len)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                made[0].call_all("size", b"a" * 1000)
+            assert len(made_here) == 39
+            # Threads may keep what they worked on last.
+            eventually(lambda: sum(ref() is not None for ref in made_here) <= 13)
+        finally:
+            gc.enable()
 
 
 def test_a_relay_answers_for_its_own_members_only():

@@ -106,6 +106,7 @@ class Gathering:
         parts: Combined values, by range.
         outcomes: Replies of members as they were encoded, by position; ``b""`` for a value that is
             not wanted. Members that the caller must call itself are missing.
+        on_done: Called when all open ranges are closed, perhaps twice.
         failures: Why nothing came back from a member, by position.
     """
 
@@ -117,7 +118,7 @@ class Gathering:
         payload: np.ndarray[Any, Any],
         call: Call | None,
         deadline: Deadline,
-        on_done: Callable[[], None] = lambda: None,
+        on_done: Callable[[], None] | None = None,
     ) -> None:
         self._starter = starter
         self._run_soon = run_soon
@@ -125,12 +126,17 @@ class Gathering:
         self._payload = payload
         self._call = call
         self._deadline = deadline
-        self._on_done = on_done
+        self.on_done = on_done
         self.parts: dict[Range, Any] = {}
         self.outcomes: dict[int, bytes | bytearray] = {}
         self.failures: dict[int, BaseException] = {}
         self._open: dict[Range, RpcFuture[Any] | None] = {}
         self._lock = runtime.Lock()
+
+    @property
+    def payload_nbytes(self) -> int:
+        """The size of the arguments, which it keeps."""
+        return int(self._payload.nbytes)
 
     def expect(self, spans: Iterable[Range]) -> None:
         """Wait for these ranges too; ``close`` ends the wait for one."""
@@ -149,8 +155,8 @@ class Gathering:
         with self._lock:
             self._open.pop(span, None)
             is_done = not self._open
-        if is_done:
-            self._on_done()
+        if is_done and (on_done := self.on_done) is not None:
+            on_done()
 
     def _start(self, span: Range) -> None:
         low, high = span

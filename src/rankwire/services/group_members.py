@@ -56,7 +56,7 @@ PART, PART_ASYNC = "\0part", "\0async part"
 
 CARRIED_NBYTES = 64 << 10  # a larger reply does not travel over relays
 _MOST_BEGUN = 4096  # remembered group calls, for each rank that has passed them on
-_MOST_NBYTES = 256 << 20  # of their arguments that wait and replies that are kept
+_MOST_NBYTES = 256 << 20  # of their arguments and of replies that are kept
 _MOST_KEPT = 64 << 20  # of replies that were sent, in case that a relay is lost
 _MOST_AGENTS = 1024
 _FORGET_AFTER = 60.0  # seconds after the deadline
@@ -76,9 +76,8 @@ class JoinedCall(Call):
         self.sender = sender
         self.source: GroupSource | None = None  # once the function has been called
         self.outcome: bytes | bytearray | None = None  # the encoded reply of the function
-        self.held_nbytes = 0  # of arguments that wait
-        # Those that a rank waits for, and whether that is the caller itself.
-        self.gatherings: dict[Gathering, bool] = {}
+        self.held_nbytes = 0  # of a copy of the arguments that waits
+        self.gatherings: dict[Gathering, int] = {}  # and the ranks that wait for them
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +113,9 @@ class _Gathered(Future[Any]):
 
     def cancel(self) -> bool:
         """Cancel the future, and all calls that were made for it."""
-        is_cancelled = super().cancel()
-        if is_cancelled and self.on_cancel is not None:
-            self.on_cancel()
+        on_cancel, is_cancelled = self.on_cancel, super().cancel()
+        if is_cancelled and on_cancel is not None:
+            on_cancel()
         return is_cancelled
 
 
@@ -165,7 +164,7 @@ class Members:
         reply.on_cancel = partial(self._unwanted, joined, gathering, call)
         own, is_direct = (plan.low, plan.low + 1), call.src == plan.origin
         gathering.expect([own])
-        joined.gatherings[gathering] = is_direct
+        joined.gatherings[gathering] = call.src
         try:
             gathering.open(delegations(plan.low, plan.low + len(plan.ranks), plan.low))
             if not self._begin(joined, plan, payload, is_direct=is_direct):
@@ -174,6 +173,7 @@ class Members:
                 self._take_own(joined, gathering)
         except BaseException:
             joined.gatherings.pop(gathering, None)
+            gathering.on_done = None
             raise
         return reply
 
@@ -205,10 +205,14 @@ class Members:
                 caller = self._callers.setdefault(key, _Caller(incarnation))
                 joined = caller.calls.get(plan.number)
                 if joined is not None and joined.plan.key != plan.key:
-                    raise PermissionError(f"rank {call.src} passes on a group call with a wrong key")
+                    raise PermissionError(
+                        f"rank {call.src} passes on a group call with a wrong key"
+                    )
                 over += self._settled(plan, call.src, caller)
+                if joined is None and plan.number < caller.settled:
+                    raise OverloadedError("this group call is over")
+                self._check_room(call.src, is_new=joined is None)
                 if joined is None:
-                    self._check_room(plan, call.src, caller)
                     joined = JoinedCall(plan, call.src, deadline, call.links)
                     caller.calls[plan.number] = joined
         finally:
@@ -228,11 +232,17 @@ class Members:
         ]
         return [caller.calls.pop(number) for number in over]
 
-    def _check_room(self, plan: Plan, sender: int, caller: _Caller) -> None:
-        if plan.number < caller.settled:
-            raise OverloadedError("this group call is over")
-        begun = [each for each in self._remembered() if each.sender == sender]
-        if len(begun) >= _MOST_BEGUN or sum(each.nbytes for each in begun) > _MOST_NBYTES:
+    def _check_room(self, sender: int, *, is_new: bool) -> None:
+        begun, waits, nbytes = 0, 0, 0
+        for each in self._remembered():
+            if each.sender == sender:
+                begun += 1
+                nbytes += each.nbytes
+            for gathering, waiting in list(each.gatherings.items()):
+                if waiting == sender:
+                    waits += 1
+                    nbytes += gathering.payload_nbytes
+        if max(begun if is_new else 0, waits) >= _MOST_BEGUN or nbytes > _MOST_NBYTES:
             raise OverloadedError(f"too many group calls that rank {sender} has passed on are open")
 
     def _remembered(self) -> Iterator[JoinedCall]:
@@ -276,10 +286,10 @@ class Members:
         if not joined.gatherings and not is_orphan:
             joined.cancel()
 
-    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Future[Any]) -> None:
+    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: _Gathered) -> None:
         # An interrupt may have this called again.
         plan, parts = gathering.plan, gathering.parts
-        is_direct = joined.gatherings.pop(gathering, False)
+        is_direct = joined.gatherings.pop(gathering, None) == plan.origin
         for at, error in gathering.failures.items():
             # The caller must not call a new agent there. It may reach a rank that is lost here.
             if isinstance(error, ChannelClosedError) and gathering.may_have_run(at):
@@ -293,6 +303,8 @@ class Members:
             reply.set_result([ranges, [[*item] for item in gathering.outcomes.items()]])
         if plan.reduce or plan.low in gathering.outcomes:
             self._forget_large(joined, is_direct)
+        # These refer to the gathering, which has the arguments.
+        gathering.on_done = reply.on_cancel = None
 
     def _forget_large(self, joined: JoinedCall, is_direct: bool) -> None:
         """Drop a large reply that was sent, if no rank can ask again, or others take much room."""
@@ -323,8 +335,8 @@ class Members:
             self._settle(joined, bytearray().join(refusal[0]))
             return True
         # Its function may change its arguments, while this rank still passes them on.
-        joined.held_nbytes = payload.nbytes
         arguments = memoryview(payload) if len(plan.ranks) == 1 else bytearray(payload)
+        joined.held_nbytes = len(arguments) if len(plan.ranks) > 1 else 0
         number = id(joined)
         self._parts[number] = joined, function, arguments
         name = PART_ASYNC if function.is_async else PART
@@ -394,6 +406,6 @@ class Members:
                 gathering.outcomes[low] = self._encoded(error)
         elif plan.wanted is not None and low not in plan.wanted:
             gathering.outcomes[low] = b""
-        elif is_small or joined.gatherings.get(gathering):
+        elif is_small or joined.gatherings.get(gathering) == plan.origin:
             gathering.outcomes[low] = bytes(outcome) if is_small else outcome
         gathering.close((low, low + 1))

@@ -139,8 +139,8 @@ class GroupRuns:
     def _start_each(self, group: GroupCall) -> dict[int, RpcFuture[Any]]:
         for place, value in [*enumerate(group.args), *group.kwargs.items()]:
             if is_iterator(value):
-                path, advice = f"{_PATHS[type(place) is str]}[{place!r}]", _ONE_RANK_ONLY
-                raise UnsupportedTypeError(path, type(value).__qualname__, advice)
+                path = f"args[{place}]" if type(place) is int else f'kwargs["{place}"]'
+                raise UnsupportedTypeError(path, type(value).__qualname__, _ONE_RANK_ONLY)
         futures: dict[int, RpcFuture[Any]] = {}
         start, deadline, call = self._caller.start, group.deadline, group.call
         try:
