@@ -345,6 +345,60 @@ def test_a_circle_through_a_group_call_is_reported(size, settings):
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize("end", ["close", "with", "drop", "drop in a cycle"])
+def test_values_that_are_not_taken_are_cancelled(end, taken):
+    begun, ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    def work(rank):
+        call = rankwire.current_call()
+        if rank > 0:
+            begun.release()
+            eventually(lambda: call.cancelled)
+            ended.release()
+
+    with agents(3) as made:
+        for agent in made:
+            agent.register("work", lambda agent=agent: work(agent.rank))
+        values = made[0].as_completed("work")
+        for _ in "ab":
+            assert begun.acquire(timeout=10)
+        assert not taken or next(values) == (0, None)
+        assert "work" in repr(values)
+        if end == "close":
+            values.close()
+            assert [*values] == []
+        elif end == "with":
+            with values:
+                pass
+        elif end == "drop in a cycle":
+            ring = [values]
+            ring.append(ring)
+            canceller = noted_cancels(made[0])
+            del ring, values
+            gc.collect()
+            eventually(lambda: canceller)
+            assert threading.get_ident() not in canceller, "a finalizer takes no lock"
+        else:
+            del values
+        for _ in "ab":
+            assert ended.acquire(timeout=10)
+        for agent in made:
+            eventually(lambda agent=agent: agent.activity()[:2] == (0, 0))
+
+
+def noted_cancels(agent):
+    """Return a list of the threads that cancel calls of an agent."""
+    threads, cancel = [], agent._caller.port.cancel
+
+    def noting(*args, **kwargs):
+        threads.append(threading.get_ident())
+        return cancel(*args, **kwargs)
+
+    agent._caller.port.cancel = noting
+    return threads
+
+
 # -- what a rank that was taken over sends ---------------------------------------------------------
 
 
