@@ -399,6 +399,52 @@ def noted_cancels(agent):
     return threads
 
 
+def test_a_group_call_that_is_complete_when_the_agent_closes_has_a_result(monkeypatch):
+    wait = Gathering.wait
+
+    def closing(self):
+        wait(self)
+        made[0]._caller.closed = True
+
+    with agents(12) as made:
+        for agent in made:
+            agent.register("rank", lambda agent=agent: agent.rank)
+        monkeypatch.setattr(Gathering, "wait", closing)
+        assert list(made[0].call_all("rank")) == [*range(12)]
+
+
+def test_a_closed_agent_says_which_group_call_it_ended():
+    with agents(12) as made:
+        begun = threading.Semaphore(0)
+        for agent in made:
+            agent.register("work", lambda: begun.release() or time.sleep(0.5))
+        thread = threading.Thread(
+            target=lambda: begun.acquire(timeout=10) and made[0].close(grace=0.0)
+        )
+        thread.start()
+        with pytest.raises(rankwire.ChannelClosedError, match="call_all 'work', rank 0"):
+            made[0].call_all("work")
+        thread.join()
+
+
+def test_a_gathering_that_was_cancelled_starts_no_more_calls():
+    runs = []
+    with agents(12) as made:
+        for agent in made:
+            agent.register("note", lambda agent=agent: runs.append(agent.rank))
+        plan = msgspec.structs.replace(PLAN, origin=0, ranks=[*range(12)])
+        members, deadline = made[0]._groups._members, Deadline(5.0, made[0]._clock)
+        starter = members.starter(plan.ranks)
+        payload = payload_of(made[0])
+        gathering = Gathering(starter, members.run_soon, plan, payload, None, deadline)
+        gathering.expect([(6, 12)])
+        gathering.cancel()
+        gathering._bypass((6, 12))
+        gathering.wait()
+        assert runs == []
+        assert isinstance(gathering.failures[7], CallCancelledError)
+
+
 # -- what a rank that was taken over sends ---------------------------------------------------------
 
 

@@ -81,15 +81,22 @@ def reporting_time(size: int) -> float:
 
 
 class Starter:
-    """Starts calls of ranks, as long as each is the process that it was. Safe from any thread."""
+    """Starts calls of ranks, as long as each is the process that it was. Safe from any thread.
+
+    Attributes:
+        stopped: Whether the group call was given up: nobody would cancel another call.
+    """
 
     def __init__(self, caller: Caller, backend: Backend, ranks: Iterable[int]) -> None:
         self._caller = caller
         self._backend = backend
+        self.stopped = False
         self._incarnations = {rank: backend.incarnation_of(rank) for rank in ranks}
 
     def start(self, rank: int, deadline: Deadline, call: Call | None, args: Any) -> RpcFuture[Any]:
         """Have a rank relay; raise if it was restarted: its former process may have run it."""
+        if self.stopped:
+            raise CallCancelledError("the group call was given up")
         if self._backend.incarnation_of(rank) != self._incarnations[rank]:
             error = PeerLostError(rank, "it was restarted during the group call")
             error.may_have_run = True
@@ -174,6 +181,8 @@ class Gathering:
         with self._lock:
             if span in self._open:
                 self._open[span] = future
+        if self._starter.stopped:  # perhaps before it was among the open ones
+            future.cancel()
         future.when_ended(partial(self._ended, span))
         future.attend()
 
@@ -257,7 +266,8 @@ class Gathering:
                         self._ended(span, future)
 
     def cancel(self) -> None:
-        """Cancel the calls that have not ended."""
+        """Cancel the calls that have not ended, and start no more."""
+        self._starter.stopped = True
         for future in list(self._open.values()):
             if future is not None:
                 future.cancel()

@@ -236,26 +236,29 @@ class GroupRuns:
             if count > DIRECT:
                 gathering.open([*delegations(0, count, place), *_single(place)])
                 gathering.wait()
-            self._raise_own(gathering)
-            # These cannot be reached over relays, refuse them, or have a large value.
-            # A new agent or process of a rank would not know that the former one began the call.
-            left = [
-                at for at in range(count) if not (_has(gathering, at) or gathering.may_have_run(at))
-            ]
+            missing = self._missing(group, gathering)
+            # These cannot be reached over relays, refuse them, or have a large value. A new agent
+            # or process of a rank would not know that the former one began the call.
+            left = [at for at in missing if not gathering.may_have_run(at)]
             if left and not group.deadline.expired:
                 gathering.open((at, at + 1) for at in left)
                 gathering.wait()
-                self._raise_own(gathering)
+                self._missing(group, gathering)
         finally:
             gathering.cancel()
         return self._outcomes(group, result, gathering)
 
-    def _raise_own(self, gathering: Gathering) -> None:
-        if self._caller.closed:
-            raise ChannelClosedError("this agent is closed")
+    def _missing(self, group: GroupCall, gathering: Gathering) -> list[int]:
+        """Return from where nothing came back; raise if the caller itself is the reason."""
+        missing = [at for at in range(len(group.ranks)) if not _has(gathering, at)]
+        if missing and self._caller.closed:
+            closed = ChannelClosedError("this agent is closed")
+            closed.may_have_run = True
+            raise closed.during(op=f"call_all {group.name!r}", rank=self._rank)
         for error in gathering.failures.values():
             if isinstance(error, (CircularCallError, CallCancelledError)):
                 raise error
+        return missing
 
     def _outcomes(
         self, group: GroupCall, result: GroupResult[Any], gathering: Gathering
