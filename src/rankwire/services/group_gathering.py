@@ -9,6 +9,7 @@ Lock: ``Gathering._lock``, a leaf, guards the open ranges; nothing is called und
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -102,6 +103,21 @@ class Starter:
             error.may_have_run = True
             raise error
         return self._caller.start(rank, RELAY, deadline, call, args, {})
+
+
+class Gathered(Future[Any]):
+    """The reply of a relay; ``on_cancel`` is called if it is not wanted any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_cancel: Callable[[], object] | None = None
+
+    def cancel(self) -> bool:
+        """Cancel the future, and all calls that were made for it."""
+        on_cancel, is_cancelled = self.on_cancel, super().cancel()
+        if is_cancelled and on_cancel is not None:
+            on_cancel()
+        return is_cancelled
 
 
 class Gathering:

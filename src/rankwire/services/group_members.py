@@ -15,7 +15,7 @@ Lock: ``Members._lock``, a leaf, guards the group calls that are remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -45,7 +45,14 @@ from rankwire.rpc.messages import (
 )
 from rankwire.rpc.registry import Function
 from rankwire.rpc.served_call import ServedCall
-from rankwire.services.group_gathering import RELAY, Gathering, Plan, Starter, reporting_time
+from rankwire.services.group_gathering import (
+    RELAY,
+    Gathered,
+    Gathering,
+    Plan,
+    Starter,
+    reporting_time,
+)
 from rankwire.services.group_tree import combiner, delegations, merged
 
 if TYPE_CHECKING:
@@ -103,20 +110,13 @@ class _Caller:
         self.settled = 0
         self.calls: dict[int, JoinedCall] = {}  # by number
 
-
-class _Gathered(Future[Any]):
-    """The reply of a relay; ``on_cancel`` is called if it is not wanted any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_cancel: Callable[[], object] | None = None
-
-    def cancel(self) -> bool:
-        """Cancel the future, and all calls that were made for it."""
-        on_cancel, is_cancelled = self.on_cancel, super().cancel()
-        if is_cancelled and on_cancel is not None:
-            on_cancel()
-        return is_cancelled
+    def settle(self, limit: int, sender: int, *, is_direct: bool) -> list[JoinedCall]:
+        """Remove calls below a number; a relay can say that only of those that it passed on."""
+        if is_direct:
+            self.settled = max(self.settled, limit)
+        below = [each for each in self.calls.items() if each[0] < limit]
+        over = [number for number, each in below if is_direct or each.sender == sender]
+        return [self.calls.pop(number) for number in over]
 
 
 class Members:
@@ -151,7 +151,7 @@ class Members:
         joined = self._joined_call(plan, call)
         call.name = plan.name
         call.awaited = joined.outgoing
-        reply = _Gathered()
+        reply = Gathered()
         gathering = Gathering(
             self.starter(plan.ranks),
             self.run_soon,
@@ -208,7 +208,7 @@ class Members:
                     raise PermissionError(
                         f"rank {call.src} passes on a group call with a wrong key"
                     )
-                over += self._settled(plan, call.src, caller)
+                over += caller.settle(plan.settled, call.src, is_direct=call.src == plan.origin)
                 if joined is None and plan.number < caller.settled:
                     raise OverloadedError("this group call is over")
                 self._check_room(call.src, is_new=joined is None)
@@ -220,20 +220,8 @@ class Members:
                 each.cancel()
         return joined
 
-    def _settled(self, plan: Plan, sender: int, caller: _Caller) -> list[JoinedCall]:
-        """Remove the group calls that are over; a relay can say that of what it passed on."""
-        is_direct = sender == plan.origin
-        if is_direct:
-            caller.settled = max(caller.settled, plan.settled)
-        over = [
-            number
-            for number, each in caller.calls.items()
-            if number < plan.settled and (is_direct or each.sender == sender)
-        ]
-        return [caller.calls.pop(number) for number in over]
-
     def _check_room(self, sender: int, *, is_new: bool) -> None:
-        begun, waits, nbytes = 0, 0, 0
+        begun = waits = nbytes = 0
         for each in self._remembered():
             if each.sender == sender:
                 begun += 1
@@ -286,7 +274,7 @@ class Members:
         if not joined.gatherings and not is_orphan:
             joined.cancel()
 
-    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: _Gathered) -> None:
+    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Gathered) -> None:
         # An interrupt may have this called again.
         plan, parts = gathering.plan, gathering.parts
         is_direct = joined.gatherings.pop(gathering, None) == plan.origin
