@@ -1,11 +1,13 @@
 """Group calls: messages, arguments, and what a hostile or slow rank can do."""
 
+import gc
 import itertools
 import math
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import contextmanager, suppress
 
@@ -29,7 +31,7 @@ from rankwire.deadline import Deadline
 from rankwire.rpc.messages import encode_result
 from rankwire.rpc.registry import Function
 from rankwire.services import group_members
-from rankwire.services.group_gathering import RELAY, Plan
+from rankwire.services.group_gathering import RELAY, Gathering, Plan
 from rankwire.services.group_result import failure_of
 from rankwire.testing import run_ranks, simulated_world
 from worlds import eventually
@@ -129,6 +131,22 @@ def test_an_argument_that_cannot_be_sent_is_refused(size):
             made[0].call_all("f", object())
         for agent in made:
             assert agent.activity()[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("size", [2, 12])
+def test_an_iterator_that_all_ranks_would_share_is_refused(size):
+    with agents(size) as made:
+        for agent in made:
+            agent.register("f", lambda items: [*items])
+        for settings in ({}, {"need": 1}):
+            with pytest.raises(UnsupportedTypeError, match=r"args\[0\]"):
+                made[0].to_all(**settings).f(iter([1, 2]))
+            with pytest.raises(UnsupportedTypeError, match="items"):
+                made[0].to_all(**settings).f(items=iter([1, 2]))
+        with pytest.raises(UnsupportedTypeError, match=r"args\[0\]"):
+            made[0].as_completed("f", iter([1, 2]))
+        result = made[0].to_all(args_of=lambda rank: (iter([rank, 7]),)).f()
+        assert result.values == {rank: [rank, 7] for rank in range(size)}
 
 
 def test_a_result_says_what_is_in_it():
@@ -327,6 +345,106 @@ def test_a_circle_through_a_group_call_is_reported(size, settings):
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize("end", ["close", "with", "drop", "drop in a cycle"])
+def test_values_that_are_not_taken_are_cancelled(end, taken):
+    begun, ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    def work(rank):
+        call = rankwire.current_call()
+        if rank > 0:
+            begun.release()
+            eventually(lambda: call.cancelled)
+            ended.release()
+
+    with agents(3) as made:
+        for agent in made:
+            agent.register("work", lambda agent=agent: work(agent.rank))
+        values = made[0].as_completed("work")
+        for _ in "ab":
+            assert begun.acquire(timeout=10)
+        assert not taken or next(values) == (0, None)
+        assert "work" in repr(values)
+        if end == "close":
+            values.close()
+            assert [*values] == []
+        elif end == "with":
+            with values:
+                pass
+        elif end == "drop in a cycle":
+            ring = [values]
+            ring.append(ring)
+            canceller = noted_cancels(made[0])
+            del ring, values
+            gc.collect()
+            eventually(lambda: canceller)
+            assert threading.get_ident() not in canceller, "a finalizer takes no lock"
+        else:
+            del values
+        for _ in "ab":
+            assert ended.acquire(timeout=10)
+        for agent in made:
+            eventually(lambda agent=agent: agent.activity()[:2] == (0, 0))
+
+
+def noted_cancels(agent):
+    """Return a list of the threads that cancel calls of an agent."""
+    threads, cancel = [], agent._caller.port.cancel
+
+    def noting(*args, **kwargs):
+        threads.append(threading.get_ident())
+        return cancel(*args, **kwargs)
+
+    agent._caller.port.cancel = noting
+    return threads
+
+
+def test_a_group_call_that_is_complete_when_the_agent_closes_has_a_result(monkeypatch):
+    wait = Gathering.wait
+
+    def closing(self):
+        wait(self)
+        made[0]._caller.closed = True
+
+    with agents(12) as made:
+        for agent in made:
+            agent.register("rank", lambda agent=agent: agent.rank)
+        monkeypatch.setattr(Gathering, "wait", closing)
+        assert list(made[0].call_all("rank")) == [*range(12)]
+
+
+def test_a_closed_agent_says_which_group_call_it_ended():
+    with agents(12) as made:
+        begun = threading.Semaphore(0)
+        for agent in made:
+            agent.register("work", lambda: begun.release() or time.sleep(0.5))
+        thread = threading.Thread(
+            target=lambda: begun.acquire(timeout=10) and made[0].close(grace=0.0)
+        )
+        thread.start()
+        with pytest.raises(rankwire.ChannelClosedError, match="call_all 'work', rank 0"):
+            made[0].call_all("work")
+        thread.join()
+
+
+def test_a_gathering_that_was_cancelled_starts_no_more_calls():
+    runs = []
+    with agents(12) as made:
+        for agent in made:
+            agent.register("note", lambda agent=agent: runs.append(agent.rank))
+        plan = msgspec.structs.replace(PLAN, origin=0, ranks=[*range(12)])
+        members, deadline = made[0]._groups._members, Deadline(5.0, made[0]._clock)
+        starter = members.starter(plan.ranks)
+        payload = payload_of(made[0])
+        gathering = Gathering(starter, members.run_soon, plan, payload, None, deadline)
+        gathering.expect([(6, 12)])
+        gathering.cancel()
+        gathering._bypass((6, 12))
+        gathering.wait()
+        assert runs == []
+        assert isinstance(gathering.failures[7], CallCancelledError)
+
+
 # -- what a rank that was taken over sends ---------------------------------------------------------
 
 
@@ -378,6 +496,31 @@ def test_a_rank_cannot_answer_for_a_group_call_whose_key_it_does_not_know():
         assert runs == [1, 1]
 
 
+def test_a_rank_cannot_end_group_calls_that_it_did_not_pass_on():
+    runs = []
+    with agents(4) as made:
+        made[1].register("note", lambda: runs.append(1))
+        assert relayed(made[2], 1, PLAN, payload_of(made[2])) is None
+        forged = msgspec.structs.replace(PLAN, settled=2**60, key=78)
+        assert isinstance(relayed(made[3], 1, forged, payload_of(made[3])), PermissionError)
+        forged = msgspec.structs.replace(forged, number=2)
+        assert relayed(made[3], 1, forged, payload_of(made[3])) is None
+        assert relayed(made[2], 1, PLAN, payload_of(made[2])) is None
+        assert runs == [1, 1], "the first call is remembered: its repeat joins"
+        later = msgspec.structs.replace(PLAN, number=3, settled=3)
+        assert relayed(made[2], 1, later, payload_of(made[2])) is None
+        assert runs == [1, 1, 1]
+
+
+def test_a_relay_ends_the_group_calls_that_it_passed_on():
+    with agents(4) as made:
+        made[1].register("note", lambda: 1)
+        for number in (1, 2, 3):
+            plan = msgspec.structs.replace(PLAN, number=number, settled=number)
+            assert relayed(made[3], 1, plan, payload_of(made[3])) is None
+        assert [each.plan.number for each in remembered(made[1])] == [3]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -425,6 +568,50 @@ def test_the_members_of_a_relay_are_limited(monkeypatch):
         assert "too many group calls" in str(relayed(made[2], 1, plan, payload_of(made[2])))
         plan = msgspec.structs.replace(PLAN, number=4)
         assert relayed(made[0], 1, plan, payload_of(made[0])) is None, "another rank has its own"
+
+
+def test_arguments_count_until_a_relay_has_answered(monkeypatch):
+    monkeypatch.setattr(group_members, "_MOST_NBYTES", 50_000)
+    begun, go = threading.Semaphore(0), threading.Event()
+    with agents(4) as made:
+        made[1].register("note", lambda _: begun.release())
+        made[3].register("note", lambda _: begun.release() or (go.wait(10) and None))
+        payload = payload_of(made[2], b"a" * 100_000)
+        plan = msgspec.structs.replace(PLAN, ranks=[1, 3])
+        header = list(msgspec.structs.astuple(plan))
+        first = call_own(made[2], 1, RELAY, header, payload)
+        assert begun.acquire(timeout=10)
+        assert begun.acquire(timeout=10)
+        other = msgspec.structs.replace(plan, number=2)
+        for one in (plan, other):  # a repeat, and another
+            assert "too many group calls" in str(relayed(made[2], 1, one, payload))
+        go.set()
+        assert first.exception(10) is None
+        assert relayed(made[2], 1, other, payload) is None
+
+
+def test_a_relay_frees_the_arguments_when_it_has_answered(monkeypatch):
+    made_here = []
+    init = Gathering.__init__
+
+    def noting(self, *args, **kwargs):
+        made_here.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Gathering, "__init__", noting)
+    with agents(12) as made:
+        for agent in made:
+            agent.register("size", len)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                made[0].call_all("size", b"a" * 1000)
+            assert len(made_here) == 39
+            # Threads may keep what they worked on last.
+            eventually(lambda: sum(ref() is not None for ref in made_here) <= 13)
+        finally:
+            gc.enable()
 
 
 def test_a_relay_answers_for_its_own_members_only():

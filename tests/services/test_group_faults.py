@@ -136,3 +136,54 @@ def test_a_call_that_a_plan_fails_is_made_in_another_way_or_raises_its_error():
         with pytest.raises(OSError, match="planned"):
             one.agents[0].call_all("run", 0, ranks=[1, 2, 3])
         one.assert_clean()
+
+
+@pytest.mark.parametrize("rank", [6, 9, 11])
+def test_the_function_does_not_run_again_on_a_rank_whose_agent_was_reopened(rank):
+    runs, begun, go = Counter(), threading.Event(), threading.Event()
+
+    def work(own):
+        runs[own] += 1
+        if own == rank:
+            begun.set()
+            time.sleep(0.3)
+        else:
+            assert go.wait(TIMEOUT)
+        return own
+
+    with field(FaultPlan()) as one:
+        for agent in one.agents:
+            agent.register("work", lambda own=agent.rank: work(own))
+
+        def reopen():
+            assert begun.wait(TIMEOUT)
+            one.agents[rank].close(grace=0.0)
+            one.agents[rank] = RpcAgent(one.agents[rank].backend, timeout=TIMEOUT)
+            one.agents[rank].register("work", lambda: work(rank))
+            go.set()
+
+        thread = threading.Thread(target=reopen)
+        thread.start()
+        result = one.agents[0].call_all("work", partial=True)
+        thread.join()
+        assert max(runs.values()) == 1, runs
+        assert rank in result.errors
+        # An agent that closes cancels what it has passed on.
+        assert not [one for one in result.errors if one < rank], result.errors
+        assert not result.missing
+
+
+def test_the_function_does_not_run_on_a_process_that_was_restarted_meanwhile(monkeypatch):
+    with field(FaultPlan().drop_link(6, 9)) as one:  # so that rank 0 calls rank 9
+        backend, asked = one.agents[0].backend, Counter()
+
+        def incarnation_of(rank):
+            asked[rank] += 1
+            return int(rank == 9 and asked[rank] > 1)
+
+        monkeypatch.setattr(backend, "incarnation_of", incarnation_of)
+        result = one.agents[0].call_all("run", 0, partial=True)
+        assert [*result.errors] == [9]
+        assert "restarted" in str(result.errors[9])
+        assert result.errors[9].may_have_run
+        assert one.runs[9, 0] == 0

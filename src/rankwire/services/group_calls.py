@@ -280,7 +280,7 @@ class AgentGroupCalls(AgentCalls):
     ) -> Iterator[tuple[int, Any]]:
         """Call a function on many ranks at once; yield each rank with its value, as they come.
 
-        The calls begin at once. If the loop ends early, the others are cancelled.
+        The calls begin at once. If the iterator is closed or dropped, the others are cancelled.
 
         Args:
             function: As for ``call_all``, and so are the other arguments.

@@ -9,6 +9,7 @@ Lock: ``Gathering._lock``, a leaf, guards the open ranges; nothing is called und
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,13 +18,16 @@ import msgspec
 import numpy as np
 
 from rankwire import runtime
+from rankwire.backends.base import Backend
 from rankwire.deadline import Deadline
 from rankwire.errors import (
     CallCancelledError,
+    ChannelClosedError,
     CircularCallError,
     DeadlineExceededError,
     InvalidMessageError,
     MessageTooLargeError,
+    PeerLostError,
     RankwireError,
 )
 from rankwire.rpc.call import Call
@@ -77,6 +81,45 @@ def reporting_time(size: int) -> float:
     return _LEVEL * (1 + height(size))
 
 
+class Starter:
+    """Starts calls of ranks, as long as each is the process that it was. Safe from any thread.
+
+    Attributes:
+        stopped: Whether the group call was given up: nobody would cancel another call.
+    """
+
+    def __init__(self, caller: Caller, backend: Backend, ranks: Iterable[int]) -> None:
+        self._caller = caller
+        self._backend = backend
+        self.stopped = False
+        self._incarnations = {rank: backend.incarnation_of(rank) for rank in ranks}
+
+    def start(self, rank: int, deadline: Deadline, call: Call | None, args: Any) -> RpcFuture[Any]:
+        """Have a rank relay; raise if it was restarted: its former process may have run it."""
+        if self.stopped:
+            raise CallCancelledError("the group call was given up")
+        if self._backend.incarnation_of(rank) != self._incarnations[rank]:
+            error = PeerLostError(rank, "it was restarted during the group call")
+            error.may_have_run = True
+            raise error
+        return self._caller.start(rank, RELAY, deadline, call, args, {})
+
+
+class Gathered(Future[Any]):
+    """The reply of a relay; ``on_cancel`` is called if it is not wanted any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_cancel: Callable[[], object] | None = None
+
+    def cancel(self) -> bool:
+        """Cancel the future, and all calls that were made for it."""
+        on_cancel, is_cancelled = self.on_cancel, super().cancel()
+        if is_cancelled and on_cancel is not None:
+            on_cancel()
+        return is_cancelled
+
+
 class Gathering:
     """What came back from the members of a group call. Safe from any thread.
 
@@ -86,31 +129,37 @@ class Gathering:
         parts: Combined values, by range.
         outcomes: Replies of members as they were encoded, by position; ``b""`` for a value that is
             not wanted. Members that the caller must call itself are missing.
+        on_done: Called when all open ranges are closed, perhaps twice.
         failures: Why nothing came back from a member, by position.
     """
 
     def __init__(
         self,
-        caller: Caller,
+        starter: Starter,
         run_soon: Callable[[Callable[[], None]], None],
         plan: Plan,
         payload: np.ndarray[Any, Any],
         call: Call | None,
         deadline: Deadline,
-        on_done: Callable[[], None] = lambda: None,
+        on_done: Callable[[], None] | None = None,
     ) -> None:
-        self._caller = caller
+        self._starter = starter
         self._run_soon = run_soon
         self.plan = plan
         self._payload = payload
         self._call = call
         self._deadline = deadline
-        self._on_done = on_done
+        self.on_done = on_done
         self.parts: dict[Range, Any] = {}
         self.outcomes: dict[int, bytes | bytearray] = {}
         self.failures: dict[int, BaseException] = {}
         self._open: dict[Range, RpcFuture[Any] | None] = {}
         self._lock = runtime.Lock()
+
+    @property
+    def payload_nbytes(self) -> int:
+        """The size of the arguments, which it keeps."""
+        return int(self._payload.nbytes)
 
     def expect(self, spans: Iterable[Range]) -> None:
         """Wait for these ranges too; ``close`` ends the wait for one."""
@@ -129,8 +178,8 @@ class Gathering:
         with self._lock:
             self._open.pop(span, None)
             is_done = not self._open
-        if is_done:
-            self._on_done()
+        if is_done and (on_done := self.on_done) is not None:
+            on_done()
 
     def _start(self, span: Range) -> None:
         low, high = span
@@ -139,7 +188,7 @@ class Gathering:
         limit = Deadline(left + reporting_time(high - low), clock)
         arguments = (list(msgspec.structs.astuple(part)), self._payload)
         try:
-            future = self._caller.start(part.ranks[0], RELAY, limit, self._call, arguments, {})
+            future = self._starter.start(part.ranks[0], limit, self._call, arguments)
         except MessageTooLargeError:
             raise  # only the caller's first messages can be: others have shorter lists of ranks
         except RankwireError as error:
@@ -148,6 +197,8 @@ class Gathering:
         with self._lock:
             if span in self._open:
                 self._open[span] = future
+        if self._starter.stopped:  # perhaps before it was among the open ones
+            future.cancel()
         future.when_ended(partial(self._ended, span))
         future.attend()
 
@@ -202,6 +253,11 @@ class Gathering:
             finally:
                 self.close(span)
 
+    def may_have_run(self, at: int) -> bool:
+        """Return whether a lost or closed agent of a member may have begun the function."""
+        error = self.failures.get(at)
+        return isinstance(error, (PeerLostError, ChannelClosedError)) and error.may_have_run
+
     # -- for the thread of the caller --------------------------------------------------------------
 
     def wait(self) -> None:
@@ -226,7 +282,8 @@ class Gathering:
                         self._ended(span, future)
 
     def cancel(self) -> None:
-        """Cancel the calls that have not ended."""
+        """Cancel the calls that have not ended, and start no more."""
+        self._starter.stopped = True
         for future in list(self._open.values()):
             if future is not None:
                 future.cancel()

@@ -15,7 +15,7 @@ Lock: ``Members._lock``, a leaf, guards the group calls that are remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -45,7 +45,14 @@ from rankwire.rpc.messages import (
 )
 from rankwire.rpc.registry import Function
 from rankwire.rpc.served_call import ServedCall
-from rankwire.services.group_gathering import RELAY, Gathering, Plan, reporting_time
+from rankwire.services.group_gathering import (
+    RELAY,
+    Gathered,
+    Gathering,
+    Plan,
+    Starter,
+    reporting_time,
+)
 from rankwire.services.group_tree import combiner, delegations, merged
 
 if TYPE_CHECKING:
@@ -56,7 +63,7 @@ PART, PART_ASYNC = "\0part", "\0async part"
 
 CARRIED_NBYTES = 64 << 10  # a larger reply does not travel over relays
 _MOST_BEGUN = 4096  # remembered group calls, for each rank that has passed them on
-_MOST_NBYTES = 256 << 20  # of their arguments that wait and replies that are kept
+_MOST_NBYTES = 256 << 20  # of their arguments and of replies that are kept
 _MOST_KEPT = 64 << 20  # of replies that were sent, in case that a relay is lost
 _MOST_AGENTS = 1024
 _FORGET_AFTER = 60.0  # seconds after the deadline
@@ -76,9 +83,8 @@ class JoinedCall(Call):
         self.sender = sender
         self.source: GroupSource | None = None  # once the function has been called
         self.outcome: bytes | bytearray | None = None  # the encoded reply of the function
-        self.held_nbytes = 0  # of arguments that wait
-        # Those that a rank waits for, and whether that is the caller itself.
-        self.gatherings: dict[Gathering, bool] = {}
+        self.held_nbytes = 0  # of a copy of the arguments that waits
+        self.gatherings: dict[Gathering, int] = {}  # and the ranks that wait for them
 
     @property
     def nbytes(self) -> int:
@@ -104,20 +110,13 @@ class _Caller:
         self.settled = 0
         self.calls: dict[int, JoinedCall] = {}  # by number
 
-
-class _Gathered(Future[Any]):
-    """The reply of a relay; ``on_cancel`` is called if it is not wanted any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_cancel: Callable[[], object] | None = None
-
-    def cancel(self) -> bool:
-        """Cancel the future, and all calls that were made for it."""
-        is_cancelled = super().cancel()
-        if is_cancelled and self.on_cancel is not None:
-            self.on_cancel()
-        return is_cancelled
+    def settle(self, limit: int, sender: int, *, is_direct: bool) -> list[JoinedCall]:
+        """Remove calls below a number; a relay can say that only of those that it passed on."""
+        if is_direct:
+            self.settled = max(self.settled, limit)
+        below = [each for each in self.calls.items() if each[0] < limit]
+        over = [number for number, each in below if is_direct or each.sender == sender]
+        return [self.calls.pop(number) for number in over]
 
 
 class Members:
@@ -138,6 +137,10 @@ class Members:
         own[PART] = Function(PART, self.run_part)
         own[PART_ASYNC] = Function(PART_ASYNC, self.run_part_async)
 
+    def starter(self, ranks: list[int]) -> Starter:
+        """Return what calls these ranks in one group call."""
+        return Starter(self._caller, self._agent.backend, ranks)
+
     # -- relaying ----------------------------------------------------------------------------------
 
     def relay(self, header: Any, payload: Any) -> Future[Any]:
@@ -148,9 +151,9 @@ class Members:
         joined = self._joined_call(plan, call)
         call.name = plan.name
         call.awaited = joined.outgoing
-        reply = _Gathered()
+        reply = Gathered()
         gathering = Gathering(
-            self._caller,
+            self.starter(plan.ranks),
             self.run_soon,
             plan,
             payload,
@@ -161,7 +164,7 @@ class Members:
         reply.on_cancel = partial(self._unwanted, joined, gathering, call)
         own, is_direct = (plan.low, plan.low + 1), call.src == plan.origin
         gathering.expect([own])
-        joined.gatherings[gathering] = is_direct
+        joined.gatherings[gathering] = call.src
         try:
             gathering.open(delegations(plan.low, plan.low + len(plan.ranks), plan.low))
             if not self._begin(joined, plan, payload, is_direct=is_direct):
@@ -170,6 +173,7 @@ class Members:
                 self._take_own(joined, gathering)
         except BaseException:
             joined.gatherings.pop(gathering, None)
+            gathering.on_done = None
             raise
         return reply
 
@@ -196,28 +200,37 @@ class Members:
         incarnation = self._agent.backend.incarnation_of(plan.origin)
         key = plan.origin, plan.agent
         over = self._sweep()
-        with self._lock:
-            caller = self._callers.setdefault(key, _Caller(incarnation))
-            if plan.settled > caller.settled:
-                caller.settled = plan.settled
-                numbers = [each for each in caller.calls if each < plan.settled]
-                over += [caller.calls.pop(number) for number in numbers]
-            joined = caller.calls.get(plan.number)
-            if joined is None:
-                self._check_room(plan, call.src, caller)
-                joined = JoinedCall(plan, call.src, deadline, call.links)
-                caller.calls[plan.number] = joined
-        for each in over:
-            each.cancel()
-        if joined.plan.key != plan.key:
-            raise PermissionError(f"rank {call.src} passes on a group call with a wrong key")
+        try:
+            with self._lock:
+                caller = self._callers.setdefault(key, _Caller(incarnation))
+                joined = caller.calls.get(plan.number)
+                if joined is not None and joined.plan.key != plan.key:
+                    raise PermissionError(
+                        f"rank {call.src} passes on a group call with a wrong key"
+                    )
+                over += caller.settle(plan.settled, call.src, is_direct=call.src == plan.origin)
+                if joined is None and plan.number < caller.settled:
+                    raise OverloadedError("this group call is over")
+                self._check_room(call.src, is_new=joined is None)
+                if joined is None:
+                    joined = JoinedCall(plan, call.src, deadline, call.links)
+                    caller.calls[plan.number] = joined
+        finally:
+            for each in over:
+                each.cancel()
         return joined
 
-    def _check_room(self, plan: Plan, sender: int, caller: _Caller) -> None:
-        if plan.number < caller.settled:
-            raise OverloadedError("this group call is over")
-        begun = [each for each in self._remembered() if each.sender == sender]
-        if len(begun) >= _MOST_BEGUN or sum(each.nbytes for each in begun) > _MOST_NBYTES:
+    def _check_room(self, sender: int, *, is_new: bool) -> None:
+        begun = waits = nbytes = 0
+        for each in self._remembered():
+            if each.sender == sender:
+                begun += 1
+                nbytes += each.nbytes
+            for gathering, waiting in list(each.gatherings.items()):
+                if waiting == sender:
+                    waits += 1
+                    nbytes += gathering.payload_nbytes
+        if max(begun if is_new else 0, waits) >= _MOST_BEGUN or nbytes > _MOST_NBYTES:
             raise OverloadedError(f"too many group calls that rank {sender} has passed on are open")
 
     def _remembered(self) -> Iterator[JoinedCall]:
@@ -261,10 +274,14 @@ class Members:
         if not joined.gatherings and not is_orphan:
             joined.cancel()
 
-    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Future[Any]) -> None:
+    def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Gathered) -> None:
         # An interrupt may have this called again.
         plan, parts = gathering.plan, gathering.parts
-        is_direct = joined.gatherings.pop(gathering, False)
+        is_direct = joined.gatherings.pop(gathering, None) == plan.origin
+        for at, error in gathering.failures.items():
+            # The caller must not call a new agent there. It may reach a rank that is lost here.
+            if isinstance(error, ChannelClosedError) and gathering.may_have_run(at):
+                gathering.outcomes.setdefault(at, self._encoded(error))
         if plan.reduce:
             # If they cannot be combined, the caller gets the error itself.
             with suppress(Exception):
@@ -274,6 +291,8 @@ class Members:
             reply.set_result([ranges, [[*item] for item in gathering.outcomes.items()]])
         if plan.reduce or plan.low in gathering.outcomes:
             self._forget_large(joined, is_direct)
+        # These refer to the gathering, which has the arguments.
+        gathering.on_done = reply.on_cancel = None
 
     def _forget_large(self, joined: JoinedCall, is_direct: bool) -> None:
         """Drop a large reply that was sent, if no rank can ask again, or others take much room."""
@@ -304,8 +323,8 @@ class Members:
             self._settle(joined, bytearray().join(refusal[0]))
             return True
         # Its function may change its arguments, while this rank still passes them on.
-        joined.held_nbytes = payload.nbytes
         arguments = memoryview(payload) if len(plan.ranks) == 1 else bytearray(payload)
+        joined.held_nbytes = len(arguments) if len(plan.ranks) > 1 else 0
         number = id(joined)
         self._parts[number] = joined, function, arguments
         name = PART_ASYNC if function.is_async else PART
@@ -375,6 +394,6 @@ class Members:
                 gathering.outcomes[low] = self._encoded(error)
         elif plan.wanted is not None and low not in plan.wanted:
             gathering.outcomes[low] = b""
-        elif is_small or joined.gatherings.get(gathering):
+        elif is_small or joined.gatherings.get(gathering) == plan.origin:
             gathering.outcomes[low] = bytes(outcome) if is_small else outcome
         gathering.close((low, low + 1))

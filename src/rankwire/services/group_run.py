@@ -7,10 +7,7 @@ that get different arguments. More ranks are called along a tree (``group_member
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -25,10 +22,13 @@ from rankwire.errors import (
     ConfigurationError,
     DeadlineExceededError,
     RankwireError,
+    UnsupportedTypeError,
 )
+from rankwire.rpc.argument_streams import is_iterator
 from rankwire.rpc.call import Call
 from rankwire.rpc.future import RpcFuture
 from rankwire.rpc.messages import decode_reply
+from rankwire.services.group_completions import Arrivals, Completions, cancel_all
 from rankwire.services.group_gathering import Gathering, Plan
 from rankwire.services.group_members import Members
 from rankwire.services.group_result import GroupResult, failure_of, put_in_order
@@ -48,6 +48,7 @@ ArgsOf: TypeAlias = Callable[[int], tuple[Any, ...]]
 
 DIRECT = 8  # up to so many ranks are called one by one
 _PATHS = ("args", "kwargs")
+_ONE_RANK_ONLY = "One rank would take its items: send a list, or give each rank its own by args_of"
 
 
 class GroupCall(NamedTuple):
@@ -64,35 +65,6 @@ class GroupCall(NamedTuple):
     kwargs: dict[str, Any]
     deadline: Deadline
     call: Call | None
-
-
-class Arrivals:
-    """The futures of calls, in the order in which they end."""
-
-    def __init__(self, futures: dict[int, RpcFuture[Any]]) -> None:
-        self.pending = dict(futures)  # by rank
-        self._ended: deque[int] = deque()
-        self._event = runtime.Event()
-        for rank, future in futures.items():
-            future.when_ended(partial(self._note, rank))
-            future.attend()
-
-    def _note(self, rank: int, future: RpcFuture[Any]) -> None:
-        self._ended.append(rank)
-        self._event.set()
-
-    def take(self) -> tuple[int, RpcFuture[Any]] | None:
-        """Return the next one that has ended, or None."""
-        self._event.clear()
-        while self._ended:
-            rank = self._ended.popleft()
-            if rank in self.pending:  # an interrupt may have noted it twice
-                return rank, self.pending.pop(rank)
-        return None
-
-    def wait(self, deadline: Deadline) -> bool:
-        """Wait for the next one; return False if the deadline passes first."""
-        return deadline.clock.wait(self._event, deadline.sleep_limit())
 
 
 class GroupRuns:
@@ -125,15 +97,25 @@ class GroupRuns:
         result.value = finished(group.reduce, value, count) if count else None
         return result if group.partial else result.value
 
-    def start(self, group: GroupCall) -> Iterator[tuple[int, Any]]:
+    def start(self, group: GroupCall) -> Completions:
         """Make a group call; return an iterator of ranks and their values."""
-        return self._completions(
-            group, self._start_each(group), GroupResult(group.name, group.ranks)
-        )
+        futures = self._start_each(group)
+        try:
+            arrivals = Arrivals(futures)
+            result: GroupResult[Any] = GroupResult(group.name, group.ranks)
+            values = self._completions(group, arrivals, result)
+            return Completions(group.name, values, arrivals)
+        except BaseException:
+            cancel_all(futures.values())
+            raise
 
     # -- ranks called one by one -------------------------------------------------------------------
 
     def _start_each(self, group: GroupCall) -> dict[int, RpcFuture[Any]]:
+        for place, value in [*enumerate(group.args), *group.kwargs.items()]:
+            if is_iterator(value):
+                path = f"args[{place}]" if type(place) is int else f'kwargs["{place}"]'
+                raise UnsupportedTypeError(path, type(value).__qualname__, _ONE_RANK_ONLY)
         futures: dict[int, RpcFuture[Any]] = {}
         start, deadline, call = self._caller.start, group.deadline, group.call
         try:
@@ -141,7 +123,7 @@ class GroupRuns:
                 args = group.args if group.args_of is None else self._args_of(group, rank)
                 futures[rank] = start(rank, group.name, deadline, call, args, group.kwargs)
         except BaseException:
-            _cancel(futures.values())
+            cancel_all(futures.values())
             raise
         return futures
 
@@ -159,12 +141,14 @@ class GroupRuns:
                 for rank, future in futures.items():
                     self._note(group, result, rank, future)
             else:
-                with closing(self._completions(group, futures, result, keep=True)) as completions:
-                    for _ in completions:
-                        if len(result.values) == group.need:
-                            break
+                arrivals = Arrivals(futures)
+                for _ in self._completions(group, arrivals, result, keep=True):
+                    if len(result.values) == group.need:
+                        break
+                result.missing += arrivals.pending
+                arrivals.cancel()
         except BaseException:
-            _cancel(futures.values())
+            cancel_all(futures.values())
             raise
         if group.reduce is None:
             return {}
@@ -178,28 +162,23 @@ class GroupRuns:
     def _completions(
         self,
         group: GroupCall,
-        futures: dict[int, RpcFuture[Any]],
+        arrivals: Arrivals,
         result: GroupResult[Any],
         *,
         keep: bool = False,
-    ) -> Generator[tuple[int, Any], None, None]:
-        arrivals = Arrivals(futures)
+    ) -> Iterator[tuple[int, Any]]:
         wait_for_any = self._caller.wait_for_any
         most_errors = len(group.ranks) - (group.need or 0)
-        try:
-            while arrivals.pending and len(result.errors) <= most_errors:
-                if (ended := arrivals.take()) is not None:
-                    rank, future = ended
-                    if self._note(group, result, rank, future):
+        while arrivals.pending and len(result.errors) <= most_errors:
+            if (ended := arrivals.take()) is not None:
+                rank, future = ended
+                if self._note(group, result, rank, future):
+                    yield rank, result.values[rank] if keep else result.values.pop(rank)
+            elif not wait_for_any(arrivals.pending.values(), arrivals.wait, group.deadline):
+                while arrivals.pending:  # late, or ended just now
+                    rank = next(iter(arrivals.pending))
+                    if self._note(group, result, rank, arrivals.pending.pop(rank)):
                         yield rank, result.values[rank] if keep else result.values.pop(rank)
-                elif not wait_for_any(arrivals.pending.values(), arrivals.wait, group.deadline):
-                    while arrivals.pending:  # late, or ended just now
-                        rank = next(iter(arrivals.pending))
-                        if self._note(group, result, rank, arrivals.pending.pop(rank)):
-                            yield rank, result.values[rank] if keep else result.values.pop(rank)
-        finally:
-            result.missing += arrivals.pending
-            _cancel(arrivals.pending.values())
         if not keep and (result.errors or result.missing):
             put_in_order(result)
             error = failure_of(result)
@@ -251,30 +230,35 @@ class GroupRuns:
         plan = Plan(
             own, agent, number.value, key, number.settled, name, 0, group.ranks, reduce, wanted
         )
-        gathering = Gathering(
-            self._caller, self._members.run_soon, plan, payload, group.call, group.deadline
-        )
+        starter, run_soon = self._members.starter(group.ranks), self._members.run_soon
+        gathering = Gathering(starter, run_soon, plan, payload, group.call, group.deadline)
         try:
             if count > DIRECT:
                 gathering.open([*delegations(0, count, place), *_single(place)])
                 gathering.wait()
-            self._raise_own(gathering)
-            # These cannot be reached over relays, refuse them, or have a large value.
-            left = [at for at in range(count) if not _has(gathering, at)]
+            missing = self._missing(group, gathering)
+            # These cannot be reached over relays, refuse them, or have a large value. A new agent
+            # or process of a rank would not know that the former one began the call.
+            left = [at for at in missing if not gathering.may_have_run(at)]
             if left and not group.deadline.expired:
                 gathering.open((at, at + 1) for at in left)
                 gathering.wait()
-                self._raise_own(gathering)
+                self._missing(group, gathering)
         finally:
             gathering.cancel()
         return self._outcomes(group, result, gathering)
 
-    def _raise_own(self, gathering: Gathering) -> None:
-        if self._caller.closed:
-            raise ChannelClosedError("this agent is closed")
+    def _missing(self, group: GroupCall, gathering: Gathering) -> list[int]:
+        """Return from where nothing came back; raise if the caller itself is the reason."""
+        missing = [at for at in range(len(group.ranks)) if not _has(gathering, at)]
+        if missing and self._caller.closed:
+            closed = ChannelClosedError("this agent is closed")
+            closed.may_have_run = True
+            raise closed.during(op=f"call_all {group.name!r}", rank=self._rank)
         for error in gathering.failures.values():
             if isinstance(error, (CircularCallError, CallCancelledError)):
                 raise error
+        return missing
 
     def _outcomes(
         self, group: GroupCall, result: GroupResult[Any], gathering: Gathering
@@ -339,9 +323,3 @@ def _single(place: int | None) -> list[Range]:
 def _has(gathering: Gathering, at: int) -> bool:
     """Return whether something came back from a member."""
     return at in gathering.outcomes or any(low <= at < high for low, high in gathering.parts)
-
-
-def _cancel(futures: Iterable[RpcFuture[Any]]) -> None:
-    for future in futures:
-        future.cancel()
-        future.disregard()  # the group call's error says it
