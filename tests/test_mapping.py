@@ -41,6 +41,7 @@ SHOWN_IN = {
     "services/queue_settings": "services/test_queue.py",
     "services/queue_supply": "services/test_queue_state.py",
     "services/queue_users": "services/test_queue_faults.py",
+    "services/group_completions": "services/test_group_calls.py",
     "services/group_gathering": "services/test_group_calls.py",
     "services/group_members": "services/test_group_faults.py",
     "services/group_result": "services/test_group_calls.py",
