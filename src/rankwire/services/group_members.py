@@ -270,8 +270,10 @@ class Members:
             and call.src != joined.plan.origin
             and self._agent.backend.failure_of(joined.plan.origin) is None
         )
-        # If its relay is lost, the rank that bypasses the relay calls this member again.
-        if not joined.gatherings and not is_orphan:
+        # If its relay is lost, the rank that bypasses the relay calls this member again. So it does
+        # the members below, if this agent ends.
+        is_ending = self._agent._server.is_stopping
+        if not (joined.gatherings or is_orphan or is_ending):
             joined.cancel()
 
     def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Gathered) -> None:
