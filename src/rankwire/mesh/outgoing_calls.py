@@ -202,10 +202,7 @@ class OutgoingCalls:
     # -- cancels -----------------------------------------------------------------------------------
 
     def cancel(self, dst: int, request_id: int, *, expired: bool) -> bool:
-        """Send a cancel to a callee; return False if that must be retried.
-
-        Items that are kept for the call are dropped.
-        """
+        """Drop a call's items and send a cancel; return False if that must be retried."""
         items = (self._service, _ITEM, request_id)
         if dst == self._mesh.rank:
             self.own.keep_no_more(items)

@@ -270,10 +270,8 @@ class Members:
             and call.src != joined.plan.origin
             and self._agent.backend.failure_of(joined.plan.origin) is None
         )
-        # If its relay is lost, the rank that bypasses the relay calls this member again. So it does
-        # the members below, if this agent ends.
-        is_ending = self._agent._server.is_stopping
-        if not (joined.gatherings or is_orphan or is_ending):
+        # If its relay is lost or ends, the rank that bypasses that calls the members below again.
+        if not (joined.gatherings or is_orphan or self._agent._server.is_stopping):
             joined.cancel()
 
     def _answer(self, joined: JoinedCall, gathering: Gathering, reply: Gathered) -> None:
