@@ -104,7 +104,7 @@ def test_a_caller_that_is_killed_gets_an_error_and_leaves_nothing(settings):
     for count in range(1, messages_of(0, **settings)):
         with field(FaultPlan().kill(0, after=count)) as one:
             began = time.monotonic()
-            # Its last message may be a cancel that nobody waits for.
+            # Its last message may be a cancel that no thread waits for.
             expected = nullcontext() if "need" in settings else pytest.raises(KINDS)
             with expected, suppress(*KINDS if "need" in settings else ()):
                 [one.agents[0].to_all(**settings).run(number) for number in range(2)]

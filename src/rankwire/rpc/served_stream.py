@@ -49,7 +49,7 @@ _CHECK_EVERY = 0.05  # seconds
 class Phase(Enum):
     """Who continues a generator."""
 
-    SUSPENDED = "suspended"  # nobody, until there is credit or it must end
+    SUSPENDED = "suspended"  # no thread, until there is credit or it must end
     DUE = "due"  # the next serving thread
     RUNNING = "running"  # a thread, or the event loop
     ENDED = "ended"

@@ -85,7 +85,7 @@ class Starter:
     """Starts calls of ranks, as long as each is the process that it was. Safe from any thread.
 
     Attributes:
-        stopped: Whether the group call was given up: nobody would cancel another call.
+        stopped: Whether the group call was given up: no thread would cancel another call.
     """
 
     def __init__(self, caller: Caller, backend: Backend, ranks: Iterable[int]) -> None:

@@ -1,9 +1,9 @@
 """What a rank does as a member of group calls: it relays them, and calls its own function once.
 
 A member remembers the group calls that it has begun, by the caller's rank, agent and number. If a
-relay is lost, whoever bypasses it calls the members below it again, and they join what they have
-begun. A member is not cancelled with a lost relay, but with the last rank that waits for it, or
-with the caller. It forgets a group call when its caller says, with a later one, that it is over;
+relay is lost, the rank that bypasses it calls the members below it again, and they join what they
+have begun. A member is not cancelled with a lost relay, but with the last rank that waits for it,
+or with the caller. It forgets a group call when its caller says, with a later one, that it is over;
 when the caller is lost; or a minute after its deadline.
 
 The function is a call of this rank to itself, so that it waits for a worker, runs on the event
